@@ -1,0 +1,31 @@
+"""One kind of error for what the caller can mend, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable
+
+
+class UsageError(ValueError):
+    """Bad input. The message is one line: what is wrong, where, and what to do."""
+
+
+def unknown(kind: str, name: object, valid: Iterable[str]) -> UsageError:
+    """An error for a name that is not one of `valid`, with the nearest valid one suggested."""
+    valid = sorted(valid)
+    near = difflib.get_close_matches(str(name), valid, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return UsageError(f"unknown {kind} {name!r}: {hint}valid are {', '.join(valid)}")
+
+
+def exit_code(main: Callable[[], int | None]) -> int:
+    """Run a command line's `main`: bad input is one line on stderr and exit code 2, never a traceback."""
+    try:
+        return main() or 0
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
