@@ -1,0 +1,244 @@
+"""RunConfig: the one description of a run, checked before anything is computed.
+
+A run is a pure function of its config, and its record is stored under the config's key, so a config holds
+numbers and names only. What makes two methods different in structure (which space is clipped, what the Fisher
+labels are, how the budget is split) belongs to the method's name; `METHODS` says which fields a method reads.
+A field that its method does not read must stay None: otherwise one and the same run would have several keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import numbers
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dpngd.errors import UsageError, unknown
+
+RECORD_VERSION = 1  # part of every key: raise it when the meaning of a config or of its record changes
+
+DATASETS = ("cifar10", "digits", "svhn", "utkface", "utkface-age", "utkface-gender")
+PUBLIC_SETS = ("cifar100", "imagenet", "noise", "photos")
+MODELS = ("resnet-20", "small", "wrn-10-1", "wrn-16-4")  # and any other wrn-<depth>-<width>
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A row of the tables: its label there, what it is, and all the method-specific fields that it reads."""
+
+    label: str
+    about: str
+    uses: frozenset[str]
+    arm_of: str | None = None  # an ablation arm names the method that it varies
+
+    @property
+    def public(self) -> bool:
+        """Whether the method reads a public set."""
+        return "public" in self.uses
+
+
+_SGD = frozenset({"C"})
+_PUBLIC = frozenset({"public", "public_size"})
+_CURVATURE = frozenset({"C", "T_cur"})  # what every DP-NGD reads, with whatever floor
+_DYNAMIC = frozenset({"lambda_safe", "lambda_base", "T1", "p"})
+_FIXED = _CURVATURE | _PUBLIC | {"lambda_safe"}
+_NGD = _CURVATURE | _PUBLIC | _DYNAMIC
+_PRIVATE = _CURVATURE | _DYNAMIC | {"curvature_C"}  # curvature from the private set: no public set at all
+
+
+def _arm(label: str, about: str, uses: frozenset[str] = _NGD) -> MethodSpec:
+    return MethodSpec(label, about, uses, arm_of="dp-ngd")
+
+
+METHODS: dict[str, MethodSpec] = {
+    "dp-sgd": MethodSpec("DP-SGD", "isotropic first-order baseline", _SGD),
+    "dp-sgd-pt": MethodSpec(
+        "DP-SGD-PT", "DP-SGD after public pre-training", _SGD | _PUBLIC | {"pt_steps", "pt_eta"}
+    ),
+    "gep": MethodSpec(
+        "GEP", "public gradient subspace and residual", _PUBLIC | {"C0", "C1", "gep_directions", "T_cur"}
+    ),
+    "adadps": MethodSpec(
+        "AdaDPS", "diagonal scaling by public moments", _SGD | _PUBLIC | {"adadps_e", "T_cur"}
+    ),
+    "dp-ngd": MethodSpec("DP-NGD", "whitened, dynamic floor, clamped product, sampled labels", _NGD),
+    "dp-ngd-fixed-floor": _arm("fixed floor", "floor fixed at lambda_safe", _FIXED),
+    "dp-ngd-no-floor": _arm("no floor", "eigenvalues not clamped", _CURVATURE | _PUBLIC),
+    "dp-ngd-factor-clamp": _arm("factor clamp", "each Kronecker factor clamped, not their product"),
+    "dp-ngd-pre": _arm("pre-conditioning", "raw gradients clipped, then F^-1"),
+    "dp-ngd-post": _arm("post-conditioning", "natural gradients F^-1 g clipped"),
+    "dp-ngd-one-sided": _arm("one-sided", "whitened and clipped, never mapped back (DP-KFC)"),
+    "dp-ngd-labels-exact": _arm("exact Fisher", "Fisher summed over all classes"),
+    "dp-ngd-labels-random": _arm("random labels", "Fisher from uniformly random labels"),
+    "dp-ngd-private-20": _arm("private 20/80", "private curvature for 20% of the budget", _PRIVATE),
+    "dp-ngd-private-50": _arm("private 50/50", "private curvature for 50% of the budget", _PRIVATE),
+}
+
+
+def _field(doc: str, within: str | None = None, default: Any = dataclasses.MISSING) -> Any:
+    """A documented field; `within` is the interval of its allowed values, in the usual notation."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "within": within})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run. Ints are taken for float fields (and stored as floats); nothing else is converted."""
+
+    method: str = _field("name of the method or ablation arm (a key of METHODS)")
+    data: str = _field("private data set")
+    model: str = _field("network")
+    epsilon: float = _field("privacy budget of the whole run", "(0, inf)")
+    delta: float = _field("delta of the (epsilon, delta) guarantee", "(0, 1)", 1e-5)
+    B: int = _field("expected batch size; Poisson sampling at exactly q = B/N", "[1, inf)")
+    T: int = _field("training steps", "[1, inf)")
+    K: int = _field("augmentation multiplicity: views averaged into one sample's gradient", "[1, inf)", 1)
+    eta: float = _field("learning rate, constant", "(0, inf)")
+    seed: int = _field("seed of all random streams of the run", "[0, inf)")
+    N: int | None = _field("size of the seeded private subset; None is the whole set", "[1, inf)", None)
+    validation: float = _field("share of the private set that replaces the test set (tuning)", "[0, 1)", 0.0)
+    augment: bool = _field("random crops and flips, as the data set allows", None, False)
+    ema: float = _field("decay of the weight average, warmed up as min(ema, (1+t)/(10+t))", "[0, 1)", 0.9999)
+    evals: int = _field("evaluations, spread evenly over the run; the last is after step T", "[1, inf)", 5)
+    public: str | None = _field(
+        "public set; a+b takes equal parts of both, a name with a slash is a folder", None, None
+    )
+    public_size: int | None = _field("number of public images", "[1, inf)", None)
+    C: float | None = _field("clipping threshold, in the space in which the method clips", "(0, inf)", None)
+    lambda_safe: float | None = _field("clamping floor from the Euclidean safety bound", "(0, inf)", None)
+    lambda_base: float | None = _field("floor of the middle phase, below lambda_safe", "(0, inf)", None)
+    T1: float | None = _field("warm-up of the clamping schedule as a fraction of T", "(0, 1)", None)
+    p: float | None = _field("exponent of the clamping schedule's tail", "(1, inf)", None)
+    T_cur: int | None = _field(
+        "steps between two public estimates (curvature, moments, basis)", "[1, inf)", None
+    )
+    adadps_e: float | None = _field("AdaDPS: constant beside the root of the moment", "(0, inf)", None)
+    C0: float | None = _field("GEP: clipping threshold of the embedding", "(0, inf)", None)
+    C1: float | None = _field("GEP: clipping threshold of the residual", "(0, inf)", None)
+    gep_directions: int | None = _field("GEP: directions of the public subspace in all", "[1, inf)", None)
+    pt_steps: int | None = _field("DP-SGD-PT: steps of pre-training on the public set", "[1, inf)", None)
+    pt_eta: float | None = _field("DP-SGD-PT: learning rate of pre-training", "(0, inf)", None)
+    curvature_C: float | None = _field("private curvature: clip of a sample's contribution", "(0, inf)", None)
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            object.__setattr__(self, f.name, _typed(f, getattr(self, f.name)))
+        if self.method not in METHODS:
+            raise unknown("method", self.method, METHODS)
+        if self.data not in DATASETS:
+            raise unknown("data set", self.data, DATASETS)
+        _check_model(self.model)
+        self._check_used()
+        if self.public is not None:
+            _check_public(self.public)
+        self._check_sizes()
+
+    def _check_used(self) -> None:
+        """The method's fields are set, and no other method's."""
+        uses = METHODS[self.method].uses
+        for name in METHOD_FIELDS:
+            value = getattr(self, name)
+            if name in uses and value is None:
+                raise UsageError(f"{self.method} needs {name} ({FIELDS[name].metadata['doc']})")
+            if name not in uses and value is not None:
+                raise UsageError(f"{name} = {value!r}: {self.method} does not use it, leave it out")
+
+    def _check_sizes(self) -> None:
+        """Values that are possible each alone but not together."""
+        if self.N is not None:
+            left = self.N - round(self.N * self.validation)
+            if left < self.B:
+                raise UsageError(f"B = {self.B} is more than the {left} private training samples: lower B")
+            if self.delta * self.N >= 1:
+                raise UsageError(f"delta = {self.delta} must be below 1/N = {1 / self.N:.3g}")
+        if self.evals > self.T:
+            raise UsageError(f"evals = {self.evals} is more than the T = {self.T} steps of the run")
+        if self.K > 1 and not self.augment:
+            raise UsageError(f"K = {self.K} without augment would average equal views: set augment or K = 1")
+        if self.lambda_base is not None and self.lambda_base > self.lambda_safe:
+            raise UsageError(f"lambda_base = {self.lambda_base} is above lambda_safe = {self.lambda_safe}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """A config from plain values; an unknown or a missing field is an error that names it."""
+        for name in values:
+            if name not in FIELDS:
+                raise unknown("field", name, FIELDS)
+        missing = [n for n, f in FIELDS.items() if f.default is dataclasses.MISSING and n not in values]
+        if missing:
+            raise UsageError(f"a run needs {', '.join(missing)}")
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """This config with some fields changed, checked again."""
+        return self.from_dict({**dataclasses.asdict(self), **changes})
+
+    def canonical(self) -> dict[str, Any]:
+        """The config as plain values, without the fields that are None: what is hashed and stored."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+
+    def key(self) -> str:
+        """The name of the run's record: a hash of every field and of RECORD_VERSION."""
+        text = json.dumps({"record": RECORD_VERSION, **self.canonical()}, sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def label(self) -> str:
+        """One line for progress bars and failures."""
+        return f"{self.method} {self.data} eps={self.epsilon:g} T={self.T} seed={self.seed} [{self.key()}]"
+
+
+FIELDS = {f.name: f for f in dataclasses.fields(RunConfig)}
+METHOD_FIELDS = tuple(n for n in FIELDS if any(n in spec.uses for spec in METHODS.values()))
+
+
+def _typed(f: dataclasses.Field, value: Any) -> Any:
+    """The value in the field's type, inside its interval. Neither a bool nor 3.0 is an int here."""
+    kind, optional = f.type.removesuffix(" | None"), f.type.endswith("| None")
+    if value is None and optional:
+        return None
+    is_bool = isinstance(value, bool)
+    if kind == "int" and isinstance(value, numbers.Integral) and not is_bool:
+        value = int(value)
+        if abs(value) >= 2**63:
+            raise UsageError(f"{f.name} = {value}: must be below 2**63")
+    elif kind == "float" and isinstance(value, numbers.Real) and not is_bool:
+        value = float(value) if abs(value) < 2**1023 or value != value else math.inf
+    elif not ((kind == "bool" and is_bool) or (kind == "str" and isinstance(value, str))):
+        raise UsageError(f"{f.name} = {value!r}: must be {kind}, not {type(value).__name__}")
+    within = f.metadata["within"]
+    if within and not in_interval(value, within):
+        raise UsageError(f"{f.name} = {value!r}: must be in {within}")
+    return value
+
+
+def in_interval(value: float, interval: str) -> bool:
+    """Whether a number lies in an interval like "[0, 1)" or "(0, inf)"; NaN lies in none."""
+    low, high = (float(part) for part in interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    below = value <= high if interval[-1] == "]" else value < high
+    return above and below
+
+
+def _check_model(name: str) -> None:
+    wide = re.fullmatch(r"wrn-(\d+)-([1-9]\d*)", name)
+    if wide:
+        depth = int(wide[1])
+        if depth < 10 or (depth - 4) % 6:
+            raise UsageError(f"model {name!r}: a wide ResNet's depth is 6n + 4 (10, 16, 22, ...)")
+    elif name not in MODELS:
+        raise unknown("model", name, MODELS)
+
+
+def _check_public(name: str) -> None:
+    if "/" in name:
+        return  # a folder of images: the loader says what is wrong with it
+    parts = name.split("+")
+    for part in parts:
+        if part not in PUBLIC_SETS:
+            raise unknown("public set", part, PUBLIC_SETS)
+    if len(set(parts)) < len(parts):
+        raise UsageError(f"public set {name!r} names a set twice")
