@@ -1,7 +1,8 @@
 """Named random streams derived from one seed.
 
 A run draws from several sources of randomness (weights, sampling, augmentation, noise, public draw,
-Fisher labels). Each has a stream of its own, so that changing how much one of them draws leaves the others as they were.
+Fisher labels). Each has a stream of its own, so that changing how much one of them draws leaves the
+others as they were.
 """
 
 from __future__ import annotations
@@ -18,5 +19,5 @@ def derive(seed: int, name: str) -> int:
 
 
 def stream(seed: int, name: str, device: str | torch.device = "cpu") -> torch.Generator:
-    """A torch generator for stream `name` of `seed`. Not a cryptographic generator: see the privacy statement."""
+    """A torch generator for stream `name` of `seed`. Not cryptographic: see the README."""
     return torch.Generator(device).manual_seed(derive(seed, name))

@@ -1,0 +1,86 @@
+"""Module 2: the clamping floor lambda_t (section 3.3 of the paper).
+
+    lambda_safe = (eta_ngd C_ngd / (eta_sgd C_sgd))^2                                     (safety bound)
+    lambda_t    = lambda_safe - (lambda_safe - lambda_base) t / T_1            0 <= t < T_1
+                  lambda_base + (lambda_safe - lambda_base) ((t - T_1)/(T - T_1))^p   T_1 <= t <= T
+
+With every eigenvalue of F at or above lambda_safe, E||step of DP-NGD||^2 is at most DP-SGD's bound
+eta_sgd^2 C_sgd^2 (1 + d sigma^2 / B^2). No private data enter: lambda_t is a function of t alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dpngd.errors import UsageError
+
+
+def lambda_safe(eta_ngd: float, C_ngd: float, eta_sgd: float, C_sgd: float) -> float:
+    """The smallest eigenvalue at which DP-NGD's expected step is no longer than DP-SGD's."""
+    for name, value in (("eta_ngd", eta_ngd), ("C_ngd", C_ngd), ("eta_sgd", eta_sgd), ("C_sgd", C_sgd)):
+        _positive(name, value)
+    return (eta_ngd * C_ngd / (eta_sgd * C_sgd)) ** 2
+
+
+def eta_ngd(lambda_safe: float, C_ngd: float, eta_sgd: float, C_sgd: float) -> float:
+    """The same equation solved for the rate: eta_ngd C_ngd = eta_sgd C_sgd sqrt(lambda_safe)."""
+    _positive("lambda_safe", lambda_safe)
+    return eta_sgd * C_sgd * math.sqrt(lambda_safe) / C_ngd
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """The paper's schedule: down from lambda_safe to lambda_base over T_1 steps, a plateau, and up again at the end."""
+
+    lambda_safe: float
+    lambda_base: float
+    T: int
+    T1: float = 0.1  # a fraction of T, as the paper gives it
+    p: float = 10.0
+
+    def __post_init__(self) -> None:
+        _positive("lambda_safe", self.lambda_safe)
+        _positive("lambda_base", self.lambda_base)
+        if self.lambda_base > self.lambda_safe:
+            raise UsageError(f"lambda_base {self.lambda_base:g} is above lambda_safe {self.lambda_safe:g}: the schedule "
+                             "relaxes the floor, so lambda_base must not be the larger")
+        if self.T < 1 or not 0 < self.T1 < 1 or self.p < 1:
+            raise UsageError(f"schedule needs T >= 1, 0 < T1 < 1 and p >= 1, not T={self.T}, T1={self.T1}, p={self.p}")
+
+    def __call__(self, t: float) -> float:
+        drop, T_1 = self.lambda_safe - self.lambda_base, self.T1 * self.T
+        if t < T_1:
+            return self.lambda_safe - drop * t / T_1
+        return self.lambda_base + drop * ((t - T_1) / (self.T - T_1)) ** self.p
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """lambda_t = lambda_safe at every step (an arm of the paper's Figure 4)."""
+
+    lambda_safe: float
+
+    def __post_init__(self) -> None:
+        _positive("lambda_safe", self.lambda_safe)
+
+    def __call__(self, t: float) -> float:
+        return self.lambda_safe
+
+
+@dataclass(frozen=True)
+class NoFloor:
+    """No clamping. Eigenvalues that are zero, or below it by rounding, count as the smallest float32 resolves here."""
+
+    tiny: float = 1e-12
+
+    def __call__(self, t: float) -> float:
+        return self.tiny
+
+
+Schedule = Dynamic | Fixed | NoFloor
+
+
+def _positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise UsageError(f"{name} is {value!r}: it must be a positive number")

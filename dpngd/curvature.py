@@ -1,0 +1,162 @@
+"""Module 1: K-FAC curvature from public data (section 3.1 of the paper).
+
+    F_l = A_l (x) G_l,   A_l = E[ sum_t a_t a_t' ],   G_l = E[ mean_t d_t d_t' ]
+
+    symbol     shape        meaning
+    a_t        (I,)         input of the layer at position t, a 1 appended where it has a bias
+    d_t        (O,)         gradient of one example's -log p(y|x) with respect to the layer's output at position t
+    A, G       (R, I, I), (R, O, O)   R = 1 but for grouped convolutions
+    lambda_A   (R, I)       eigenvalues, largest first; Q_A (R, I, I) holds the eigenvectors in its columns
+
+The scale is that of one example's loss (no powers of the batch size, positions counted once), because lambda_safe is an
+absolute floor. A norm layer's block is exact: its gradient is a single row g, so A = E[g g'] and G = 1.
+
+Labels: the paper's F has y ~ P_theta, and public images need not have labels of the private task at all:
+    sampled   y ~ p_theta(. | x), one backward pass
+    exact     the expectation over y, one backward pass a class
+    random    y uniform over the classes
+    given     the labels that came with the images
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpngd.errors import UsageError, unknown
+from dpngd.gradients import Layer, Tape, trainable_layers
+
+LABELS = ("sampled", "exact", "random", "given")
+
+
+@dataclass(frozen=True)
+class LayerCurvature:
+    """Eigendecomposition of one layer's F_l, largest eigenvalues first, in float64."""
+
+    lambda_A: Tensor
+    Q_A: Tensor
+    lambda_G: Tensor
+    Q_G: Tensor
+
+    @classmethod
+    def of(cls, A: Tensor, G: Tensor) -> LayerCurvature:
+        return cls(*_eigh(A), *_eigh(G))
+
+    def spectrum(self) -> Tensor:
+        """All eigenvalues lambda_G lambda_A of F_l, shape (R, O, I)."""
+        return self.lambda_G.unsqueeze(-1) * self.lambda_A.unsqueeze(-2)
+
+
+def _eigh(M: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(M.double())
+    return values.flip(-1).clamp(min=0), vectors.flip(-1)
+
+
+class KFAC:
+    """Curvature of `model` on public images; call it at theta_t to get every layer's F_l."""
+
+    def __init__(self, model: nn.Module, x: Tensor, *, labels: str = "sampled", y: Tensor | None = None,
+                 generator: torch.Generator | None = None, micro_batch: int = 50):
+        if labels not in LABELS:
+            raise unknown("Fisher labels", labels, LABELS)
+        if len(x) == 0:
+            raise UsageError("the public set is empty: curvature needs at least one image")
+        if (labels == "given") != (y is not None):
+            raise UsageError("labels='given' and y belong together: pass both or neither")
+        if labels in ("sampled", "random") and generator is None:
+            raise UsageError(f"labels={labels!r} draws labels: pass a generator")
+        self.model, self.x, self.y, self.labels = model, x, y, labels
+        self.generator, self.micro_batch = generator, micro_batch
+        self.layers = trainable_layers(model)
+
+    def __call__(self) -> list[LayerCurvature]:
+        return [LayerCurvature.of(A, G) for A, G in self.factors()]
+
+    def factors(self) -> list[tuple[Tensor, Tensor]]:
+        """(A, G) of every layer, the mean over the public images."""
+        sums = [Moments(layer) for layer in self.layers]
+        by_layer = {id(layer): m for layer, m in zip(self.layers, sums, strict=True)}
+        for lo in range(0, len(self.x), self.micro_batch):
+            x = self.x[lo : lo + self.micro_batch]
+            first = True
+
+            def accumulate(layer: Layer, a: Tensor, d: Tensor) -> None:
+                by_layer[id(layer)].add(a, d, inputs=first)  # noqa: B023 (called within this iteration)
+
+            with Tape(self.model, self.layers, accumulate) as tape:
+                logits = tape.forward(x)
+                directions = self._output_gradients(logits.detach(), lo)
+                for i, direction in enumerate(directions):
+                    first = i == 0
+                    tape.backward(logits, direction, retain=i + 1 < len(directions))
+        return [m.mean(len(self.x)) for m in sums]
+
+    def _output_gradients(self, logits: Tensor, lo: int) -> list[Tensor]:
+        """Gradients of -log p(y|x) with respect to the logits: p - e_y, times sqrt(p_y) when summed over all y."""
+        if logits.dim() != 2:
+            raise UsageError(f"the model's output has shape {tuple(logits.shape)}: the Fisher matrix here is a "
+                             "classifier's, so it must be (images, classes)")
+        p = logits.softmax(1)
+        n, classes = p.shape
+        if self.labels == "exact":
+            return [p[:, [c]].sqrt() * (p - F.one_hot(torch.tensor(c, device=p.device), classes))
+                    for c in range(classes)]
+        if self.labels == "given":
+            y = self.y[lo : lo + n]
+            if y.min() < 0 or y.max() >= classes:
+                raise UsageError(f"a public label is {int(y.max())}, but the model has {classes} classes: use "
+                                 "labels='sampled', which needs no labels")
+        elif self.labels == "random":
+            y = torch.randint(classes, (n,), generator=self.generator).to(p.device)
+        else:
+            y = torch.multinomial(p.cpu(), 1, generator=self.generator)[:, 0].to(p.device)
+        return [p - F.one_hot(y, classes)]
+
+
+class Moments:
+    """Running sums of a a' and d d' for one layer."""
+
+    def __init__(self, layer: Layer):
+        self.layer = layer
+        self.A: Tensor | None = None
+        self.G: Tensor | None = None
+
+    def add(self, a: Tensor, d: Tensor, inputs: bool) -> None:
+        layer = self.layer
+        if not isinstance(layer.module, nn.Linear | nn.Conv2d):
+            g = layer.gradient(a, d, 1).materialise()[:, 0, 0]  # (n, I): one row a sample, so the block is exact
+            self.A = _plus(self.A, (g.mT @ g).unsqueeze(0))
+            self.G = g.new_ones(1, 1, 1)
+            return
+        if isinstance(layer.module, nn.Conv2d):
+            H, W = d.shape[2:]
+            S = H * W
+            A = layer.conv.second_moment(a, H, W) if inputs else None
+            d = d.unflatten(1, (layer.shape[0], -1)).flatten(3).permute(1, 2, 0, 3).flatten(2)  # (R, O, n*S)
+            G = d @ d.mT
+        else:
+            a, d = a.reshape(len(a), -1, a.shape[-1]), d.reshape(len(d), -1, d.shape[-1])
+            S = d.shape[1]
+            a, d = a.flatten(0, 1), d.flatten(0, 1)
+            if layer.bias:
+                a = F.pad(a, (0, 1), value=1.0)
+            A, G = ((a.mT @ a).unsqueeze(0) if inputs else None), (d.mT @ d).unsqueeze(0)
+        self.G = _plus(self.G, G / S)
+        if A is not None:
+            self.A = _plus(self.A, A)
+
+    def mean(self, n: int) -> tuple[Tensor, Tensor]:
+        """(A, G); zero for a layer that the output does not depend on."""
+        R, O, I = self.layer.shape
+        weight = self.layer.module.weight
+        if self.A is None:
+            return weight.new_zeros(R, I, I), weight.new_zeros(R, O, O)
+        norm_layer = not isinstance(self.layer.module, nn.Linear | nn.Conv2d)
+        return self.A / n, self.G if norm_layer else self.G / n
+
+
+def _plus(total: Tensor | None, term: Tensor) -> Tensor:
+    return term if total is None else total.add_(term)

@@ -1,0 +1,152 @@
+"""Geometries: the linear maps L and R around the Gaussian mechanism that make it one method or another.
+
+    update = -(eta / B) R( sum_i clip_C(L g_i) + sigma C xi )
+
+    method                            L          R
+    DP-SGD                            I          I
+    DP-NGD (Algorithm 1)              F~^-1/2    F~^-1/2
+    pre-conditioning clipping         I          F~^-1
+    post-conditioning clipping        F~^-1      I
+    one-sided whitening               F~^-1/2    I
+
+F~ is the clamped curvature (Algorithm 2, Module 2), with eigenvalues max(lambda_G lambda_A, lambda_t). Let Q_A (I, k)
+and Q_G (O, m) be the eigenvectors that some pair lifts above the floor, P = Q_G' g Q_A, and Lam the (m, k) block of
+clamped eigenvalues. Off that block F~ is lambda_t times the identity, so, exactly,
+
+    F~^p u         = lambda_t^p u + Q_G ((Lam^p - lambda_t^p) * (Q_G' u Q_A)) Q_A'
+    ||F~^p g||^2   = lambda_t^2p ||g||^2 + sum( P^2 * (Lam^2p - lambda_t^2p) )
+
+The second line subtracts. Where a sample's energy lies in steep directions, little is left, and float32 has lost it:
+such samples are recomputed in float64 (see `EXACT_BELOW`). When the block is the whole matrix nothing is subtracted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpngd.curvature import LayerCurvature
+from dpngd.gradients import Blocks, SampleGradients
+from dpngd.layers import LayerGradient
+
+EXACT_BELOW = 0.05
+"""A norm below this share of what it was subtracted from is recomputed: float32's 3e-7 / 0.05 is within 1e-5."""
+
+
+class Euclidean:
+    """L = R = I: DP-SGD."""
+
+    def sq_norms(self, g: SampleGradients) -> Tensor:
+        return g.sq_norms().unsqueeze(0)
+
+    def into(self, sums: list[Blocks]) -> list[Blocks]:
+        return sums
+
+    def back(self, releases: list[Blocks]) -> Blocks:
+        return releases[0]
+
+
+@dataclass(frozen=True)
+class ClampedLayer:
+    """F~_l as floor times identity plus a correction on the block spanned by Q_G and Q_A (see the module's top)."""
+
+    floor: float
+    Lam: Tensor  # (R, m, k), float64
+    Q_G: Tensor  # (R, O, m)
+    Q_A: Tensor  # (R, I, k)
+    whole: bool  # the block is all of F~_l: nothing lies on the floor outside it
+    Q32: tuple[Tensor, Tensor]  # Q_G and Q_A for the per-sample work
+
+    @classmethod
+    def of(cls, F: LayerCurvature, floor: float, clamp: str, dtype: torch.dtype) -> ClampedLayer:
+        lA, lG = F.lambda_A, F.lambda_G
+        if clamp == "factor":  # each factor on its own: no common floor, so the block is everything
+            root = floor**0.5
+            k, m = lA.shape[1], lG.shape[1]
+            Lam = lG.clamp(min=root).unsqueeze(2) * lA.clamp(min=root).unsqueeze(1)
+        else:
+            k = int((lA * lG[:, :1] > floor).sum(1).max())
+            m = int((lG * lA[:, :1] > floor).sum(1).max())
+            Lam = (lG[:, :m].unsqueeze(2) * lA[:, :k].unsqueeze(1)).clamp(min=floor)
+        Q_G, Q_A = F.Q_G[..., :m], F.Q_A[..., :k]
+        whole = k == lA.shape[1] and m == lG.shape[1]
+        return cls(floor, Lam, Q_G, Q_A, whole, (Q_G.to(dtype).contiguous(), Q_A.to(dtype).contiguous()))
+
+    def apply(self, u: Tensor, power: float) -> Tensor:
+        """F~_l^power u for u (..., R, O, I), in float64 and back."""
+        v = u.double()
+        P = self.Q_G.mT @ v @ self.Q_A
+        if self.whole:
+            return (self.Q_G @ (self.Lam**power * P) @ self.Q_A.mT).to(u.dtype)
+        base = self.floor**power
+        return (base * v + self.Q_G @ ((self.Lam**power - base) * P) @ self.Q_A.mT).to(u.dtype)
+
+    def sq_norms(self, g: LayerGradient, power: float) -> tuple[Tensor, Tensor]:
+        """||F~_l^power g_i||^2, and what it was subtracted from (its own size where nothing was); both (b,)."""
+        scale, base = self.Lam ** (2 * power), self.floor ** (2 * power)
+        if self.whole:
+            n = _weighted_energy(g.project(*self.Q32), scale)
+            return n, n
+        energy = base * g.sq_norms()
+        if not self.Lam.numel():
+            return energy, energy
+        return energy + _weighted_energy(g.project(*self.Q32), scale - base), energy
+
+    def exact_sq_norms(self, g: LayerGradient, power: float) -> Tensor:
+        """The same without subtracting: in float64 on the dense gradient."""
+        return self.apply(g.materialise().double(), power).flatten(1).square().sum(1)
+
+
+def _weighted_energy(P: Tensor, w: Tensor) -> Tensor:
+    """sum(P^2 * w) a sample: P (b, R, m, k), w (R, m, k)."""
+    return P.square().flatten(1) @ w.to(P.dtype).flatten()
+
+
+class Kronecker:
+    """L = F~^left and R = F~^right with K-FAC's F, clamped at lambda_t. DP-NGD has left = right = -1/2."""
+
+    def __init__(self, left: float = -0.5, right: float = -0.5, clamp: str = "product"):
+        self.left, self.right, self.clamp = left, right, clamp
+        self.curvature: list[LayerCurvature] = []
+        self.layers: list[ClampedLayer] = []
+        self.lambda_t = float("nan")
+        self.recomputed = 0  # samples whose norm needed float64, for diagnosis
+
+    def set(self, curvature: list[LayerCurvature], lambda_t: float, dtype: torch.dtype = torch.float32) -> None:
+        """Fix F~ for the coming step. Must not depend on the batch: curvature is public, lambda_t a schedule."""
+        if curvature is not self.curvature or lambda_t != self.lambda_t:
+            self.curvature, self.lambda_t = curvature, lambda_t
+            self.layers = [ClampedLayer.of(F, lambda_t, self.clamp, dtype) for F in curvature]
+
+    def clamped_share(self) -> float:
+        """Share of all eigenvalues that lie at the floor."""
+        total = sum(F.lambda_A.shape[1] * F.lambda_G.numel() for F in self.curvature)
+        above = sum(int((layer.Lam > layer.floor).sum()) for layer in self.layers)
+        return 1 - above / total
+
+    def sq_norms(self, g: SampleGradients) -> Tensor:
+        if self.left == 0:
+            return g.sq_norms().unsqueeze(0)
+        pairs = [layer.sq_norms(x, self.left) for layer, x in zip(self.layers, g.layers, strict=True)]
+        total = torch.stack([n for n, _ in pairs]).sum(0)
+        energy = torch.stack([e for _, e in pairs]).sum(0)
+        lost = (total < EXACT_BELOW * energy).nonzero()[:, 0]  # comparisons with nan are false: those are dropped later
+        if len(lost):
+            self.recomputed += len(lost)
+            total = total.clone()
+            total[lost] = torch.stack([layer.exact_sq_norms(x.select(lost), self.left) for layer, x in
+                                       zip(self.layers, g.layers, strict=True)]).sum(0).to(total.dtype)
+        return total.unsqueeze(0)
+
+    def into(self, sums: list[Blocks]) -> list[Blocks]:
+        return [self._apply(blocks, self.left) for blocks in sums]
+
+    def back(self, releases: list[Blocks]) -> Blocks:
+        return self._apply(releases[0], self.right)
+
+    def _apply(self, blocks: Blocks, power: float) -> Blocks:
+        if power == 0:
+            return blocks
+        return [layer.apply(u, power) for layer, u in zip(self.layers, blocks, strict=True)]

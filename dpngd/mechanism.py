@@ -1,0 +1,141 @@
+"""The one Gaussian mechanism: the only code through which private gradients leave.
+
+    release_j = L_j sum_i c_ij g_i + sigma sqrt(J) C_j xi_j,    c_ij = min(1, C_j / ||L_j g_i||),   xi_j ~ N(0, I)
+    update    = R(release_1, ..., release_J) / B
+
+A geometry supplies the maps: linear L_j (fixed before the batch is drawn), the norms ||L_j g_i||, and R. Because c_ij
+is a scalar, L_j is applied once, to the sum.
+
+Guarantee. Let s_j = L_j sum_i c_ij g_i. Adding or removing one sample moves s_j by at most C_j in L2 norm, for any
+sample whatever. So (s_1 / C_1, ..., s_J / C_J) moves by at most sqrt(J), and noise of standard deviation
+sigma sqrt(J) on it is the Gaussian mechanism with noise multiplier sigma. Under Poisson sampling with rate q, T such
+releases compose as `dpngd.privacy` accounts for them. R and everything after it is post-processing.
+
+    edge case                          what happens
+    empty batch                        s_j = 0; noise alone is released
+    ||L_j g_i|| = 0                    c_ij = 1
+    g_i or ||L_j g_i|| not finite      the sample contributes exactly zero, and is counted
+    division                           by the expected batch size B, never by the actual one, which is private
+    rounding                           c_ij uses C_j (1 - 1e-5): float32 norms are trusted to 1e-5
+
+Norms, clip fractions and counts are returned as diagnostics for research. They are computed from private data and are
+NOT covered by the guarantee: do not publish them from a real deployment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpngd.errors import UsageError
+from dpngd.gradients import Blocks, SampleGradients
+
+ROUNDING = 1e-5
+
+
+class Geometry(Protocol):
+    """A pair of linear maps around the mechanism. J is the number of channels; the paper's method has one."""
+
+    def sq_norms(self, g: SampleGradients) -> Tensor:
+        """||L_j g_i||^2, shape (J, b)."""
+
+    def into(self, sums: list[Blocks]) -> list[Blocks]:
+        """L_j applied to the J sums; a channel's result may have any shapes."""
+
+    def back(self, releases: list[Blocks]) -> Blocks:
+        """R: from the noisy channels to a direction in parameter space."""
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """The clipped sums of a batch, before noise. Private: nothing in here may be published."""
+
+    sums: list[Blocks]
+    seen: int
+    norms: Tensor  # (J, samples), finite samples only
+    losses: Tensor  # (samples,)
+
+
+@dataclass(frozen=True)
+class Release:
+    """A private direction (its negative times eta is the update), and diagnostics outside the guarantee."""
+
+    direction: Blocks
+    norms: Tensor  # (J, samples): ||L_j g_i|| before clipping, finite samples only
+    clipped: float  # share of (sample, channel) pairs that were scaled down
+    nonfinite: int  # samples that contributed zero because their gradient was not finite
+    loss: float  # mean loss of the finite samples before the step; nan for an empty batch
+
+
+@dataclass(frozen=True)
+class GaussianMechanism:
+    """Clip, sum, add noise, divide by B. One clip C_j a channel, noise multiplier sigma, expected batch size B."""
+
+    clips: tuple[float, ...]
+    sigma: float
+    B: float
+
+    def __post_init__(self) -> None:
+        if not self.clips or not all(math.isfinite(C) and C > 0 for C in self.clips):
+            raise UsageError(f"clipping thresholds are {self.clips}: each must be a positive number")
+        if not (math.isfinite(self.sigma) and self.sigma >= 0):
+            raise UsageError(f"sigma is {self.sigma}: it must be a number >= 0")
+        if not (math.isfinite(self.B) and self.B > 0):
+            raise UsageError(f"the expected batch size is {self.B}: it must be positive")
+
+    @property
+    def sensitivity(self) -> tuple[float, ...]:
+        """How far one sample can move each channel's sum, in L2 norm."""
+        return self.clips
+
+    @property
+    def noise_std(self) -> tuple[float, ...]:
+        """Standard deviation of each channel's noise, before the division by B."""
+        return tuple(self.sigma * math.sqrt(len(self.clips)) * C for C in self.clips)
+
+    def clipped_sums(self, batches: Iterable[SampleGradients], geometry: Geometry, zeros: Blocks) -> Clipped:
+        """s_j of every channel, before noise: what the sensitivity is stated of. `zeros` gives the shapes."""
+        sums = [[z.clone() for z in zeros] for _ in self.clips]
+        seen, norms, losses = 0, [], []
+        for g in batches:
+            seen += len(g)
+            n = geometry.sq_norms(g).sqrt()
+            finite = n.isfinite().all(0)
+            if not finite.all():  # 0 * nan is nan: such samples are taken out, not weighted by zero
+                keep = finite.nonzero()[:, 0]
+                g, n = g.select(keep), n[:, keep]
+            norms.append(n)
+            losses.append(g.losses)
+            if len(g) == 0:
+                continue
+            for C, total, n_j in zip(self.clips, sums, n, strict=True):
+                c = (C * (1 - ROUNDING) / n_j).clamp(max=1.0)
+                for block, term in zip(total, g.weighted_sum(c), strict=True):
+                    block += term
+        empty = zeros[0].new_zeros(len(self.clips), 0)
+        return Clipped(geometry.into(sums), seen, torch.cat([empty, *norms], 1), torch.cat([empty[0], *losses]))
+
+    def release(self, batches: Iterable[SampleGradients], geometry: Geometry, zeros: Blocks,
+                generator: torch.Generator) -> Release:
+        """One private step from the micro-batches of a Poisson sample."""
+        s = self.clipped_sums(batches, geometry, zeros)
+        noisy = [[block + std * gaussian(block, generator) for block in channel]
+                 for channel, std in zip(s.sums, self.noise_std, strict=True)]
+        clips = s.norms.new_tensor(self.clips).unsqueeze(1)
+        return Release(
+            direction=[block / self.B for block in geometry.back(noisy)],
+            norms=s.norms,
+            clipped=float((s.norms > clips).float().mean()) if s.norms.numel() else 0.0,
+            nonfinite=s.seen - s.norms.shape[1],
+            loss=float(s.losses.mean()) if len(s.losses) else math.nan,
+        )
+
+
+def gaussian(like: Tensor, generator: torch.Generator) -> Tensor:
+    """N(0, I) of the shape, dtype and device of `like`, drawn where the generator lives."""
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)
