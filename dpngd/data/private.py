@@ -1,0 +1,159 @@
+"""The private sets: CIFAR-10, SVHN, UTKFace and the digits of scikit-learn.
+
+What is fixed and what a run's seed decides. The test set is the same in every run: the official one, or for UTKFace
+and digits, which have none, a split with a seed of its own. The run's seed picks the N training images and the
+validation part.
+
+Privacy. The guarantee is about the images in `x_train`: one image more or less. The sizes N and the test split count
+as public. UTKFace's byte-identical duplicates are removed first: otherwise one picture would be in the data twice,
+with twice the influence that the guarantee allows for one, and could stand on both sides of the split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpngd.data.images import to_nchw
+from dpngd.data.prepared import Arrays, Form, make
+from dpngd.data.sources import obtain
+from dpngd.errors import UsageError, unknown
+from dpngd.streams import stream
+
+SPLIT_SEED = 0  # of the UTKFace and digits splits: never a run's seed
+DECADES = np.array([10, 20, 30, 40, 50, 60])  # upper bounds of the age groups 0-9, 10-19, ..., 50-59, 60 and over
+TARGETS = {"ethnicity": 5, "gender": 2, "age": len(DECADES) + 1}
+PRIVATE = ("cifar10", "svhn", "utkface", "utkface-gender", "utkface-age", "digits")
+
+
+@dataclass(frozen=True)
+class Private:
+    """A private set ready for a run. Images (n,C,H,W) uint8, labels (n,) int64."""
+
+    name: str
+    x_train: Tensor = field(repr=False)
+    y_train: Tensor = field(repr=False)
+    x_test: Tensor = field(repr=False)
+    y_test: Tensor = field(repr=False)
+    classes: int
+    source: str
+    digest: str  # of the whole prepared set, before any subset is taken
+    evaluated_on: str = "test"  # what x_test is: "test", or "validation" when a part of the training set stands in
+
+    @property
+    def N(self) -> int:
+        return len(self.x_train)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of an image."""
+        return tuple(self.x_train.shape[1:])
+
+
+def load_private(
+    name: str,
+    *,
+    N: int | None = None,
+    seed: int = 0,
+    validation: float = 0.0,
+    target: str | None = None,
+    root: str | None = None,
+    download: bool = True,
+) -> Private:
+    """The private set `name`, or a seeded subset of N of its training images.
+
+    With `validation` = f, a seeded share f of those N is taken out of the training set and stands in the test set's
+    place, so that tuning never sees the test set; `evaluated_on` says which it is. Subsets of one seed are nested.
+    `target` is what UTKFace is to be classified by: ethnicity (5 classes), gender (2) or age (7 groups).
+    """
+    if name not in PRIVATE:
+        raise unknown("private data set", name, PRIVATE)
+    if not 0 <= validation < 1:
+        raise UsageError(f"validation is {validation}: it is a share of the training set, from 0 to below 1")
+    if name == "digits":
+        arrays, classes, source, digest = _digits()
+    else:
+        base = name.partition("-")[0]
+        target = _target(name, target)
+        prepared = obtain(base, root, download=download)
+        arrays, source, digest = prepared.arrays, prepared.source, prepared.digest
+        classes = TARGETS[target] if target else prepared.form.classes
+        if target:
+            name = base if target == "ethnicity" else f"{base}-{target}"
+            arrays = split_faces(arrays, target)
+    train, rest = _choose(len(arrays["x_train"]), N, seed, validation, name)
+    x, y = to_nchw(arrays["x_train"][train]), _labels(arrays["y_train"][train])
+    if validation:
+        held = to_nchw(arrays["x_train"][rest]), _labels(arrays["y_train"][rest])
+        return Private(name, x, y, *held, classes, source, digest, "validation")
+    return Private(name, x, y, to_nchw(arrays["x_test"]), _labels(arrays["y_test"]), classes, source, digest)
+
+
+def distinct(x: np.ndarray) -> np.ndarray:
+    """Positions of the first of each group of byte-identical images in x (n,H,W,C), in order."""
+    rows = np.ascontiguousarray(x).reshape(len(x), -1)
+    first = np.unique(rows.view(np.dtype((np.void, rows.shape[1]))).ravel(), return_index=True)[1]
+    return np.sort(first)
+
+
+def split_faces(arrays: Arrays, target: str = "ethnicity") -> Arrays:
+    """UTKFace without its duplicates, cut 90/10 by the fixed seed. The cut is the same for every target.
+
+    Of images with the same bytes the first by file name stays. Some groups carry conflicting labels; which one is right
+    cannot be told from the files.
+    """
+    order = np.argsort(arrays["filename"], kind="stable")
+    order = order[distinct(arrays["x"][order])]
+    mixed = torch.randperm(len(order), generator=stream(SPLIT_SEED, "data/utkface/split")).numpy()
+    held = round(0.1 * len(order))
+    parts = {"test": np.sort(order[mixed[:held]]), "train": np.sort(order[mixed[held:]])}
+    y = np.digitize(arrays["age"], DECADES) if target == "age" else arrays["race" if target == "ethnicity" else target]
+    return {f"{key}_{part}": values[at] for part, at in parts.items() for key, values in (("x", arrays["x"]), ("y", y))}
+
+
+def _digits() -> tuple[Arrays, int, str, str]:
+    """scikit-learn's 1,797 digits, (n,8,8,1), 0..16 stretched to 0..255, 80/20 by the fixed seed, class by class."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    data = load_digits()
+    x = np.rint(data.images * (255 / 16)).astype(np.uint8)[..., None]
+    parts = train_test_split(x, data.target, test_size=0.2, stratify=data.target, random_state=SPLIT_SEED)
+    arrays = dict(zip(("x_train", "x_test", "y_train", "y_test"), parts, strict=True))
+    prepared = make(arrays, Form("digits", "digits", "split", 10, (8, 8, 1)), "embedded in scikit-learn")
+    return prepared.arrays, 10, prepared.source, prepared.digest
+
+
+def _target(name: str, target: str | None) -> str | None:
+    base, _, named = name.partition("-")
+    if base != "utkface":
+        if target is not None:
+            raise UsageError(f"{name} has no target {target!r}: only utkface can be classified by several")
+        return None
+    if target is not None and target not in TARGETS:
+        raise unknown("target of utkface", target, TARGETS)
+    if named and target not in (None, named):
+        raise UsageError(f"{name} and target {target!r} contradict each other: name one of them")
+    return target or named or "ethnicity"
+
+
+def _choose(n: int, N: int | None, seed: int, validation: float, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the training images and of the validation part: of n, N are chosen, then a share of these held."""
+    if N is not None and not 1 <= N <= n:
+        raise UsageError(f"N is {N}, but {name} has {n} training images: take N from 1 to {n}")
+    chosen = torch.arange(n)
+    if N is not None:
+        chosen = torch.randperm(n, generator=stream(seed, "data/subset"))[:N].sort().values
+    held = round(validation * len(chosen))
+    if validation and not 1 <= held < len(chosen):
+        raise UsageError(f"a validation share of {validation} of {len(chosen)} images leaves one part empty")
+    mixed = torch.randperm(len(chosen), generator=stream(seed, "data/validation"))
+    train, rest = mixed[held:].sort().values, mixed[:held].sort().values
+    return chosen[train].numpy(), chosen[rest].numpy()
+
+
+def _labels(y: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(y, np.int64))

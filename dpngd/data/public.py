@@ -1,0 +1,162 @@
+"""The public sets, from which curvature is estimated, and the check that no private image is among them.
+
+A public set costs no privacy only as long as it is public: nothing in it may depend on the private images. So its
+images are drawn by the run's seed alone, and `check_disjoint` refuses a set that shares an image with the private one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpngd.data import synthetic
+from dpngd.data.images import find_images, fit, read_image, to_nchw
+from dpngd.data.private import Private
+from dpngd.data.sources import obtain
+from dpngd.errors import UsageError, unknown
+from dpngd.streams import stream
+
+SMALLEST, LARGEST = 50, synthetic.LARGEST
+MADE: dict[str, Callable[[int, tuple[int, int, int], torch.Generator], Tensor]] = {
+    "photos": synthetic.photos,
+    "noise": synthetic.noise,
+    "dead-leaves": synthetic.dead_leaves,
+}
+MADE_FROM = {
+    "photos": "photographs embedded in scikit-learn",
+    "noise": "made by dpngd: 1/f noise",
+    "dead-leaves": "made by dpngd: dead leaves",
+}
+POOLS = ("cifar100", "imagenet")
+PUBLIC = (*POOLS, *MADE)
+# Two of CIFAR-100's first 5,000 test images are, byte for byte, CIFAR-10 images (test 2203 is its test image 9345, test
+# 2224 its training image 3021). They are drawn last, whatever the private set: a choice that looks at no private data.
+# SHA-256 of the pixels, (H,W,C).
+TWINS = frozenset(
+    {
+        "6d53f67bc51d1d1d6747990c59ace45abb3edb10806a226d698a142d8eae1d64",
+        "8ceb350e8b38b6596e121ecfa443f7a521d4bcc6107a3b1752d52a54604d48ef",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Public:
+    """A public set. x (n,C,H,W) uint8; y (n,) int64, or None where the images carry no labels."""
+
+    name: str
+    x: Tensor = field(repr=False)
+    y: Tensor | None = field(repr=False)
+    classes: int | None
+    source: str
+    digest: str  # of the images drawn
+    names: tuple[str, ...] = field(repr=False)  # what each image is called, for messages
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+def load_public(
+    name: str,
+    size: int,
+    *,
+    seed: int = 0,
+    shape: tuple[int, int, int] = (3, 32, 32),
+    root: str | None = None,
+    download: bool = True,
+) -> Public:
+    """`size` public images in `shape` (C,H,W), drawn with `seed`; of one seed, smaller sets are parts of larger ones.
+
+    `name` is cifar100, imagenet, photos, noise, dead-leaves or folder:PATH; `a+b` takes equal parts of each (the first
+    ones take what is left over), and moves the labels of the later parts past those of the earlier.
+    `cifar100+imagenet` is the paper's.
+    """
+    if not SMALLEST <= size <= LARGEST:
+        raise UsageError(f"a public set of {size} images: take from {SMALLEST} to {LARGEST}")
+    if len(shape) != 3 or shape[0] not in (1, 3) or min(shape) < 1:
+        raise UsageError(f"public images of shape {tuple(shape)}: give (C, H, W) with C 1 or 3")
+    parts = name.split("+")
+    if len(set(parts)) < len(parts):
+        raise UsageError(f"the public set {name!r} names a part twice")
+    counts = [size // len(parts) + (i < size % len(parts)) for i in range(len(parts))]
+    loaded = [_part(part, n, seed, shape, root, download) for part, n in zip(parts, counts, strict=True)]
+    if len(loaded) == 1:
+        return loaded[0]
+    x = torch.cat([part.x for part in loaded])
+    y, classes = _joint_labels(loaded)
+    source, names = " + ".join(part.source for part in loaded), tuple(n for part in loaded for n in part.names)
+    return Public(name, x, y, classes, source, _digest(x), names)
+
+
+def check_disjoint(private: Private, public: Public) -> None:
+    """Raise if an image of the public set is, pixel for pixel, in the private one, and name it."""
+    if private.shape != tuple(public.x.shape[1:]):
+        raise UsageError(
+            f"private images are {private.shape}, public ones {tuple(public.x.shape[1:])}: make them alike"
+        )
+    seen = {_hash(image): i for i, image in enumerate(public.x.numpy())}
+    for part, x in (("training", private.x_train), (private.evaluated_on, private.x_test)):
+        for i, image in enumerate(x.numpy()):
+            if (at := seen.get(_hash(image))) is not None:
+                raise UsageError(
+                    f"the public image {public.names[at]} is also image {i} of the {part} part of {private.name}: "
+                    "a public set must not hold private images"
+                )
+
+
+def _part(name: str, n: int, seed: int, shape: tuple[int, int, int], root: str | None, download: bool) -> Public:
+    kind, colon, path = name.partition(":")
+    generator = stream(seed, f"public/{kind}")
+    if name in MADE:
+        x = MADE[name](n, shape, generator)
+        return Public(name, x, None, None, MADE_FROM[name], _digest(x), tuple(f"{name}[{i}]" for i in range(n)))
+    if colon and kind == "folder":
+        paths = find_images(Path(path).expanduser())
+        if not paths:
+            raise UsageError(f"the public set {name} is empty: there are no images in that folder")
+        at = _draw(len(paths), n, name, generator)
+        x = to_nchw(np.stack([read_image(paths[i], *shape[1:]) for i in at]))
+        x = fit(x, shape)
+        return Public(name, x, None, None, f"images in {path}", _digest(x), tuple(str(paths[i]) for i in at))
+    if name not in POOLS:
+        raise unknown("public data set", name, [*PUBLIC, "folder:PATH"])
+    prepared = obtain(name, root, download=download)
+    last = {i for i, image in enumerate(prepared.arrays["x"]) if _hash(image).hex() in TWINS}
+    at = _draw(len(prepared.arrays["x"]), n, name, generator, last)
+    x = fit(to_nchw(prepared.arrays["x"][at]), shape)
+    y = torch.from_numpy(prepared.arrays["y"][at].astype(np.int64))
+    names = tuple(f"{name}[{i}]" for i in at)
+    return Public(name, x, y, prepared.form.classes, prepared.source, _digest(x), names)
+
+
+def _draw(available: int, n: int, name: str, generator: torch.Generator, last: Set[int] = frozenset()) -> list[int]:
+    """n of the positions below `available`, in random order, those in `last` after all others."""
+    if n > available:
+        raise UsageError(f"{name} holds {available} images, {n} were asked for: take a smaller public set")
+    mixed = torch.randperm(available, generator=generator).tolist()
+    return sorted(mixed, key=lambda i: i in last)[:n]
+
+
+def _joint_labels(parts: list[Public]) -> tuple[Tensor | None, int | None]:
+    """Labels of all parts, each part's past those before it; none if any part has none."""
+    if any(part.y is None for part in parts):
+        return None, None
+    total, labels = 0, []
+    for part in parts:
+        labels.append(part.y + total)
+        total += part.classes
+    return torch.cat(labels), total
+
+
+def _hash(image: np.ndarray) -> bytes:
+    return hashlib.sha256(image.tobytes()).digest()
+
+
+def _digest(x: Tensor) -> str:
+    return hashlib.sha256(f"{tuple(x.shape)}\n".encode() + x.numpy().tobytes()).hexdigest()
