@@ -23,8 +23,8 @@ from dpngd.errors import UsageError, unknown
 RECORD_VERSION = 1  # part of every key: raise it when the meaning of a config or of its record changes
 
 DATASETS = ("cifar10", "digits", "svhn", "utkface", "utkface-age", "utkface-gender")
-PUBLIC_SETS = ("cifar100", "imagenet", "noise", "photos")
-MODELS = ("resnet-20", "small", "wrn-10-1", "wrn-16-4")  # and any other wrn-<depth>-<width>
+PUBLIC_SETS = ("cifar100", "dead-leaves", "imagenet", "noise", "photos")
+MODELS = ("resnet-20", "small", "wrn-10-1", "wrn-16-4")  # and other depths and widths
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,11 @@ def _arm(label: str, about: str, uses: frozenset[str] = _NGD) -> MethodSpec:
 
 METHODS: dict[str, MethodSpec] = {
     "dp-sgd": MethodSpec("DP-SGD", "isotropic first-order baseline", _SGD),
-    "dp-sgd-pt": MethodSpec(
-        "DP-SGD-PT", "DP-SGD after public pre-training", _SGD | _PUBLIC | {"pt_steps", "pt_eta"}
-    ),
+    "dp-sgd-pt": MethodSpec("DP-SGD-PT", "DP-SGD after public pre-training", _SGD | _PUBLIC | {"pt_steps", "pt_eta"}),
     "gep": MethodSpec(
         "GEP", "public gradient subspace and residual", _PUBLIC | {"C0", "C1", "gep_directions", "T_cur"}
     ),
-    "adadps": MethodSpec(
-        "AdaDPS", "diagonal scaling by public moments", _SGD | _PUBLIC | {"adadps_e", "T_cur"}
-    ),
+    "adadps": MethodSpec("AdaDPS", "diagonal scaling by public moments", _SGD | _PUBLIC | {"adadps_e", "T_cur"}),
     "dp-ngd": MethodSpec("DP-NGD", "whitened, dynamic floor, clamped product, sampled labels", _NGD),
     "dp-ngd-fixed-floor": _arm("fixed floor", "floor fixed at lambda_safe", _FIXED),
     "dp-ngd-no-floor": _arm("no floor", "eigenvalues not clamped", _CURVATURE | _PUBLIC),
@@ -113,9 +109,7 @@ class RunConfig:
     lambda_base: float | None = _field("floor of the middle phase, below lambda_safe", "(0, inf)", None)
     T1: float | None = _field("warm-up of the clamping schedule as a fraction of T", "(0, 1)", None)
     p: float | None = _field("exponent of the clamping schedule's tail", "(1, inf)", None)
-    T_cur: int | None = _field(
-        "steps between two public estimates (curvature, moments, basis)", "[1, inf)", None
-    )
+    T_cur: int | None = _field("steps between two public estimates (curvature, moments, basis)", "[1, inf)", None)
     adadps_e: float | None = _field("AdaDPS: constant beside the root of the moment", "(0, inf)", None)
     C0: float | None = _field("GEP: clipping threshold of the embedding", "(0, inf)", None)
     C1: float | None = _field("GEP: clipping threshold of the residual", "(0, inf)", None)
@@ -224,11 +218,12 @@ def in_interval(value: float, interval: str) -> bool:
 
 
 def _check_model(name: str) -> None:
-    wide = re.fullmatch(r"wrn-(\d+)-([1-9]\d*)", name)
-    if wide:
-        depth = int(wide[1])
-        if depth < 10 or (depth - 4) % 6:
-            raise UsageError(f"model {name!r}: a wide ResNet's depth is 6n + 4 (10, 16, 22, ...)")
+    family = re.fullmatch(r"(wrn)-([1-9]\d*)-[1-9]\d*|(resnet)-([1-9]\d*)", name)
+    if family:
+        extra = 4 if family[1] else 2
+        n, rest = divmod(int(family[2] or family[4]) - extra, 6)
+        if n < 1 or rest:
+            raise UsageError(f"model {name!r}: its depth must be 6n + {extra} ({6 + extra}, {12 + extra}, ...)")
     elif name not in MODELS:
         raise unknown("model", name, MODELS)
 

@@ -82,7 +82,9 @@ def test_every_field_is_documented_and_frozen():
         ("dp-sgd", {"method": "dpsgd"}, "unknown method 'dpsgd': did you mean 'dp-sgd'"),
         ("dp-sgd", {"data": "cifar-10"}, "unknown data set 'cifar-10': did you mean 'cifar10'"),
         ("dp-sgd", {"model": "smal"}, "unknown model 'smal': did you mean 'small'"),
-        ("dp-sgd", {"model": "wrn-17-4"}, "depth is 6n [+] 4"),
+        ("dp-sgd", {"model": "wrn-17-4"}, r"depth must be 6n \+ 4 \(10, 16, "),
+        ("dp-sgd", {"model": "resnet-21"}, r"depth must be 6n \+ 2 \(8, 14, "),
+        ("dp-sgd", {"model": "resnet-2"}, r"depth must be 6n \+ 2"),
         ("dp-ngd", {"public": "cifar100+imagnet"}, "unknown public set 'imagnet': did you mean 'imagenet'"),
         ("dp-ngd", {"public": "photos+photos"}, "names a set twice"),
         ("dp-sgd", {"learning_rate": 1.0}, "unknown field 'learning_rate'"),
@@ -137,6 +139,7 @@ def test_an_int_is_a_float_where_one_is_meant():
 def test_folders_and_deeper_networks_are_allowed():
     assert make(public="some/folder").public == "some/folder"
     assert make(model="wrn-22-8").model == "wrn-22-8"
+    assert make(model="resnet-32").model == "resnet-32"
 
 
 def test_replace_checks_again():
@@ -186,13 +189,7 @@ def test_the_key_does_not_depend_on_the_order_of_the_fields(order):
     assert RunConfig.from_dict(shuffled).key() == make().key()
 
 
-ANYTHING = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.sampled_from(["", "small", "digits", 10**400])
-)
+ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "small", "digits", 10**400])
 
 
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS)), ANYTHING))
