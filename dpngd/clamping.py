@@ -43,8 +43,8 @@ class Dynamic:
         _positive("lambda_safe", self.lambda_safe)
         _positive("lambda_base", self.lambda_base)
         if self.lambda_base > self.lambda_safe:
-            raise UsageError(f"lambda_base {self.lambda_base:g} is above lambda_safe {self.lambda_safe:g}: the schedule "
-                             "relaxes the floor, so lambda_base must not be the larger")
+            raise UsageError(f"lambda_base {self.lambda_base:g} is above lambda_safe {self.lambda_safe:g}: the "
+                             "schedule relaxes the floor, so lambda_base must not be the larger")
         if self.T < 1 or not 0 < self.T1 < 1 or self.p < 1:
             raise UsageError(f"schedule needs T >= 1, 0 < T1 < 1 and p >= 1, not T={self.T}, T1={self.T1}, p={self.p}")
 

@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpngd.errors import UsageError, unknown
-from dpngd.gradients import Layer, Tape, trainable_layers
+from dpngd.gradients import Tape
+from dpngd.trainable import Layer, trainable_layers
 
 LABELS = ("sampled", "exact", "random", "given")
 
@@ -44,6 +45,10 @@ class LayerCurvature:
     @classmethod
     def of(cls, A: Tensor, G: Tensor) -> LayerCurvature:
         return cls(*_eigh(A), *_eigh(G))
+
+    def scaled(self, factor: float) -> LayerCurvature:
+        """factor * F_l."""
+        return LayerCurvature(self.lambda_A, self.Q_A, self.lambda_G * factor, self.Q_G)
 
     def spectrum(self) -> Tensor:
         """All eigenvalues lambda_G lambda_A of F_l, shape (R, O, I)."""
@@ -126,12 +131,12 @@ class Moments:
 
     def add(self, a: Tensor, d: Tensor, inputs: bool) -> None:
         layer = self.layer
-        if not isinstance(layer.module, nn.Linear | nn.Conv2d):
+        if layer.kind == "norm":
             g = layer.gradient(a, d, 1).materialise()[:, 0, 0]  # (n, I): one row a sample, so the block is exact
             self.A = _plus(self.A, (g.mT @ g).unsqueeze(0))
             self.G = g.new_ones(1, 1, 1)
             return
-        if isinstance(layer.module, nn.Conv2d):
+        if layer.kind == "conv":
             H, W = d.shape[2:]
             S = H * W
             A = layer.conv.second_moment(a, H, W) if inputs else None
@@ -154,8 +159,7 @@ class Moments:
         weight = self.layer.module.weight
         if self.A is None:
             return weight.new_zeros(R, I, I), weight.new_zeros(R, O, O)
-        norm_layer = not isinstance(self.layer.module, nn.Linear | nn.Conv2d)
-        return self.A / n, self.G if norm_layer else self.G / n
+        return self.A / n, self.G if self.layer.kind == "norm" else self.G / n
 
 
 def _plus(total: Tensor | None, term: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ first test fails the second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpngd.errors import UsageError
-from dpngd.layers import ConvSpec, Dense, Factors, LayerGradient
+from dpngd.layers import Dense, LayerGradient
+from dpngd.trainable import Layer, trainable_layers
 
 Blocks = list[Tensor]
 """One (R, O, I) matrix stack a layer: how sums, noise and updates are held. See `layers` for the symbols."""
@@ -27,77 +28,9 @@ Blocks = list[Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(predictions (n, ...), targets (n,)) -> the n losses."""
 
-MIXING = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
-
-
 def cross_entropy(output: Tensor, y: Tensor) -> Tensor:
     """-log p(y | x), one value a row."""
     return F.cross_entropy(output, y, reduction="none")
-
-
-class Layer:
-    """A trainable layer: its module, its parameters' names, and its gradient's shape (R, O, I)."""
-
-    def __init__(self, name: str, module: nn.Module):
-        self.name, self.module = name, module
-        trainable = {n for n, p in module.named_parameters(recurse=False) if p.requires_grad}
-        self.bias = "bias" in trainable
-        if "weight" not in trainable:
-            raise UsageError(f"layer {name!r} has a frozen weight and a trainable bias, which is not covered: "
-                             "freeze or train both")
-        if isinstance(module, nn.Conv2d):
-            self.conv = ConvSpec(module, self.bias)
-            self.shape = (self.conv.R, self.conv.O, self.conv.I + self.bias)
-        elif isinstance(module, nn.Linear):
-            self.shape = (1, module.out_features, module.in_features + self.bias)
-        else:
-            self.shape = (1, 1, module.weight.numel() * (1 + self.bias))
-
-    def params(self) -> dict[str, nn.Parameter]:
-        names = ("weight", "bias") if self.bias else ("weight",)
-        return {f"{self.name}.{n}" if self.name else n: getattr(self.module, n) for n in names}
-
-    def gradient(self, a: Tensor, d: Tensor, K: int) -> LayerGradient:
-        """Per-sample gradients from the layer's input a and output gradient d, rows grouped by sample."""
-        b, module = len(d) // K, self.module
-        if isinstance(module, nn.Conv2d):
-            return self.conv.gradient(a, d, K)
-        if isinstance(module, nn.Linear):
-            a, d = a.reshape(b, -1, a.shape[-1]), d.reshape(b, -1, d.shape[-1])
-            if self.bias:
-                a = F.pad(a, (0, 1), value=1.0)
-            S, O, I = d.shape[1], d.shape[2], a.shape[2]
-            return Factors(a, d) if S * (O + I) <= O * I or S == 1 else Dense((d.mT @ a).unsqueeze(1))
-        scale, shift = _norm_gradients(module, a, d)
-        rows = [t.reshape(b, -1, module.weight.numel()).sum(1) for t in ((scale, shift) if self.bias else (scale,))]
-        return Dense(torch.cat(rows, 1).view(b, 1, 1, -1))
-
-    def split(self, block: Tensor) -> dict[str, Tensor]:
-        """(R, O, I) -> the parameters' own shapes."""
-        parts = _halves(block, self.bias) if self.shape[1] == 1 and not isinstance(
-            self.module, nn.Linear | nn.Conv2d) else ([block[..., :-1], block[..., -1]] if self.bias else [block])
-        return {n: part.reshape(p.shape) for (n, p), part in zip(self.params().items(), parts, strict=True)}
-
-
-def _halves(block: Tensor, bias: bool) -> Sequence[Tensor]:
-    return block.chunk(2, -1) if bias else [block]
-
-
-def _norm_gradients(module: nn.GroupNorm | nn.LayerNorm, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of scale and shift: d * xhat and d, for group norm already summed over positions.
-
-    Group norm of n samples with G groups is group norm of one sample with n*G groups, so the library's own backward
-    gives the sums for every sample apart, and no normalised copy of x is made.
-    """
-    if isinstance(module, nn.LayerNorm):
-        return d * F.layer_norm(x, module.normalized_shape, None, None, module.eps), d
-    n, C, G, S = len(x), module.num_channels, module.num_groups, x[0, 0].numel()
-    x, d = x.contiguous(), d.contiguous()
-    _, mean, rstd = torch.native_group_norm(x, None, None, n, C, S, G, module.eps)
-    _, scale, shift = torch.ops.aten.native_group_norm_backward(
-        d.view(1, n * C, S), x.view(1, n * C, S), mean.view(1, -1), rstd.view(1, -1), x.new_ones(n * C), 1, n * C, S,
-        n * G, (False, True, True))
-    return scale.view(n, C), shift.view(n, C)
 
 
 @dataclass(frozen=True)
@@ -153,8 +86,7 @@ class PerSample:
 
     def __call__(self, x: Tensor, y: Tensor) -> SampleGradients:
         if len(x) == 0:
-            return SampleGradients([Dense(p.new_zeros(0, *layer.shape)) for layer in self.layers
-                                    for p in [layer.module.weight]], x.new_zeros(0))
+            return SampleGradients([Dense(x.new_zeros(0, *layer.shape)) for layer in self.layers], x.new_zeros(0))
         if len(y) * self.K == len(x) and self.K > 1:
             y = y.repeat_interleave(self.K)
         if len(x) % self.K or len(y) != len(x):
@@ -263,30 +195,3 @@ class Tape:
             return z
 
         return hook
-
-
-def trainable_layers(model: nn.Module) -> list[Layer]:
-    """The layers with trainable parameters, in order; an error names what is not covered, and what to do."""
-    owners: dict[int, str] = {}
-    layers = []
-    for name, module in model.named_modules():
-        if isinstance(module, MIXING):
-            raise UsageError(f"layer {name!r} is a {type(module).__name__}, which mixes the samples of a batch, so no "
-                             "per-sample gradient exists: use GroupNorm")
-        own = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
-        if not own:
-            continue
-        if type(module) not in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm):
-            raise UsageError(f"layer {name!r} ({type(module).__name__}) has trainable parameters and is not covered: "
-                             "build it from Linear, Conv2d, GroupNorm and LayerNorm, or freeze it with "
-                             "requires_grad_(False)")
-        for n, p in own.items():
-            if id(p) in owners:
-                raise UsageError(f"parameter {name}.{n} is shared with layer {owners[id(p)]!r}, which is not covered: "
-                                 "give each layer its own parameters")
-            owners[id(p)] = name
-        layers.append(Layer(name, module))
-    # named_modules() lists a module object once, however often it is registered: a second call is caught at run time.
-    if not layers:
-        raise UsageError("the model has no trainable parameters: nothing to train")
-    return layers

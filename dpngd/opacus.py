@@ -1,0 +1,153 @@
+"""DP-NGD for people who already use Opacus.
+
+    engine = PrivacyEngine(accountant="prv")
+    model, optimizer, loader = engine.make_private(...)            # as for DP-SGD
+    optimizer = DPNGD(optimizer, model, public_loader, lambda_safe=0.3, T=steps)
+
+The rate and the clipping threshold stay those of DP-SGD. Whitening is by F~ / lambda_safe, whose floor is 1 where the
+schedule stands at lambda_safe: directions on the floor take DP-SGD's step, steep ones a damped one. In the paper's
+terms C_ngd = C_sgd / sqrt(lambda_safe) and eta_ngd = eta_sgd lambda_safe, which is its equation
+eta_ngd C_ngd = eta_sgd C_sgd sqrt(lambda_safe); as lambda_safe grows, the step becomes DP-SGD's exactly.
+
+Guarantee: that of Opacus's DPOptimizer with the same noise multiplier, sampling and number of steps. The whitening
+comes from public data and t alone; clipping bounds each sample by max_grad_norm in whitened space (see `mechanism`);
+noise is Opacus's own; the accountant's hook is handed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
+from torch import Tensor, nn
+
+from dpngd.clamping import Dynamic
+from dpngd.curvature import KFAC
+from dpngd.errors import UsageError
+from dpngd.geometry import Kronecker
+from dpngd.gradients import Blocks, SampleGradients
+from dpngd.mechanism import GaussianMechanism
+from dpngd.streams import stream
+from dpngd.trainable import trainable_layers
+
+
+class DPNGD(DPOptimizer):
+    """Wraps the DPOptimizer that `PrivacyEngine.make_private` returned; use it in that one's place.
+
+    optimizer    what make_private returned (flat clipping, one device, not ghost mode)
+    module       the model that make_private returned
+    public       public images: a tensor (n, ...), or a loader whose batches are images or (images, anything)
+    lambda_safe  the floor; larger is closer to DP-SGD. Try 1, 0.3, 0.1; much lower and the step loses stability
+    T            steps the run will take (the schedule ends at T)
+    lambda_base, T1, p, T_cur   the schedule's other values and the curvature's refresh, as in the paper
+    """
+
+    def __init__(self, optimizer: DPOptimizer, module: nn.Module, public: Tensor | Iterable, *, lambda_safe: float,
+                 T: int, lambda_base: float | None = None, T1: float = 0.1, p: float = 10.0, T_cur: int = 8,
+                 labels: str = "sampled", seed: int = 0):
+        if type(optimizer) is not DPOptimizer:
+            raise UsageError(f"optimizer is a {type(optimizer).__name__}: DPNGD wraps the DPOptimizer that "
+                             "make_private returns with clipping='flat', grad_sample_mode='hooks' and one process")
+        super().__init__(optimizer.original_optimizer, noise_multiplier=optimizer.noise_multiplier,
+                         max_grad_norm=optimizer.max_grad_norm, expected_batch_size=optimizer.expected_batch_size,
+                         loss_reduction=optimizer.loss_reduction, generator=optimizer.generator,
+                         secure_mode=optimizer.secure_mode)
+        self.attach_step_hook(optimizer.step_hook)
+        self._module = module
+        model = getattr(module, "_module", module)
+        self.layers = trainable_layers(model)
+        ours = {id(p) for layer in self.layers for p in layer.params().values()}
+        if {id(p) for p in self.params} != ours:
+            raise UsageError("the optimizer's parameters are not the module's trainable parameters: build the "
+                             "optimizer from module.parameters(), and freeze what must not train with requires_grad_(False)")
+        if T_cur < 1:
+            raise UsageError(f"T_cur is {T_cur}: the curvature is refreshed every T_cur >= 1 steps")
+        weight = self.layers[0].module.weight
+        x = public_images(public).to(weight)
+        self.kfac = KFAC(model, x, labels=labels, generator=stream(seed, "fisher") if labels != "exact" else None)
+        self.schedule = Dynamic(lambda_safe, lambda_safe / 4 if lambda_base is None else lambda_base, T, T1, p)
+        self.geometry = Kronecker()
+        self.T_cur, self.t = T_cur, 0
+        self.nonfinite = 0  # samples so far that contributed zero because their gradient was not finite
+        self._curvature: list | None = None
+        self._sums: Blocks | None = None
+
+    def clip_and_accumulate(self) -> None:
+        """Add the clipped whitened gradients of one physical batch to the sums of the current step."""
+        if self._sums is None:
+            self._prepare_step()
+        zeros = [p.new_zeros(layer.shape) for layer in self.layers for p in [layer.module.weight]]
+        mechanism = GaussianMechanism((self.max_grad_norm,), self.noise_multiplier, 1.0)
+        clipped = mechanism.clipped_sums([self._gradients()], self.geometry, zeros)
+        self.nonfinite += clipped.seen - clipped.norms.shape[1]
+        sums = clipped.sums[0]
+        self._sums = sums if self._sums is None else [s + new for s, new in zip(self._sums, sums, strict=True)]
+
+    def add_noise(self) -> None:
+        """Noise in whitened space, then the way back: p.grad becomes R (L sum + sigma C xi)."""
+        std = self.noise_multiplier * self.max_grad_norm
+        noisy = [s + _generate_noise(std=std, reference=s, generator=self.generator, secure_mode=self.secure_mode)
+                 for s in self._sums]
+        for layer, block in zip(self.layers, self.geometry.back([noisy]), strict=True):
+            params = layer.params()
+            for name, grad in layer.split(block).items():
+                params[name].grad = grad
+        self._sums = None
+        self.t += 1
+
+    def state_dict(self) -> dict:
+        return {**super().state_dict(), "dpngd": {"t": self.t, "labels": self._label_state()}}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Also takes up the schedule; the curvature is computed anew at the next step."""
+        state = dict(state_dict)
+        own = state.pop("dpngd", None)
+        if own is None:
+            raise UsageError("the checkpoint has no 'dpngd' entry: it was not saved by a DPNGD optimizer")
+        super().load_state_dict(state)
+        self.t, self._curvature = own["t"], None
+        if own["labels"] is not None:
+            self.kfac.generator.set_state(own["labels"])
+
+    def _label_state(self) -> Tensor | None:
+        return None if self.kfac.generator is None else self.kfac.generator.get_state()
+
+    def _prepare_step(self) -> None:
+        """Fix F~ before the step's first batch is looked at."""
+        if self._curvature is None or self.t % self.T_cur == 0:
+            hooks = getattr(self._module, "hooks_enabled", False)
+            if hooks:
+                self._module.disable_hooks()  # public images must not enter the per-sample gradients
+            try:
+                # In units of lambda_safe: see the module's top.
+                self._curvature = [F.scaled(1 / self.schedule.lambda_safe) for F in self.kfac()]
+            finally:
+                if hooks:
+                    self._module.enable_hooks()
+        lambda_t = self.schedule(min(self.t, self.schedule.T)) / self.schedule.lambda_safe
+        self.geometry.set(self._curvature, lambda_t, self.layers[0].module.weight.dtype)
+
+    def _gradients(self) -> SampleGradients:
+        """Opacus's p.grad_sample as layers."""
+        layers = []
+        for layer in self.layers:
+            samples = []
+            for p in layer.params().values():
+                _check_processed_flag(p.grad_sample)
+                samples.append(self._get_flat_grad_sample(p).to(p.dtype))
+                _mark_as_processed(p.grad_sample)
+            layers.append(layer.join(samples[0], samples[1] if layer.bias else None))
+        losses = samples[0].new_zeros(len(samples[0]))  # Opacus keeps no per-sample losses
+        return SampleGradients(layers, losses)
+
+
+def public_images(public: Tensor | Iterable) -> Tensor:
+    """All images of a tensor or of a loader's batches, as one tensor."""
+    if isinstance(public, Tensor):
+        return public
+    batches = [batch[0] if isinstance(batch, list | tuple) else batch for batch in public]
+    if not batches:
+        raise UsageError("the public loader is empty: curvature needs at least one image")
+    return torch.cat(batches)
