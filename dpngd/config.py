@@ -100,10 +100,8 @@ class RunConfig:
     augment: bool = _field("random crops and flips, as the data set allows", None, False)
     ema: float = _field("decay of the weight average, warmed up as min(ema, (1+t)/(10+t))", "[0, 1)", 0.9999)
     evals: int = _field("evaluations, spread evenly over the run; the last is after step T", "[1, inf)", 5)
-    public: str | None = _field(
-        "public set; a+b takes equal parts of both, a name with a slash is a folder", None, None
-    )
-    public_size: int | None = _field("number of public images", "[1, inf)", None)
+    public: str | None = _field("public set; a+b takes equal parts of both, folder:PATH a folder of images", None, None)
+    public_size: int | None = _field("number of public images", "[50, 5000]", None)
     C: float | None = _field("clipping threshold, in the space in which the method clips", "(0, inf)", None)
     lambda_safe: float | None = _field("clamping floor from the Euclidean safety bound", "(0, inf)", None)
     lambda_base: float | None = _field("floor of the middle phase, below lambda_safe", "(0, inf)", None)
@@ -229,11 +227,10 @@ def _check_model(name: str) -> None:
 
 
 def _check_public(name: str) -> None:
-    if "/" in name:
-        return  # a folder of images: the loader says what is wrong with it
     parts = name.split("+")
     for part in parts:
-        if part not in PUBLIC_SETS:
-            raise unknown("public set", part, PUBLIC_SETS)
+        folder = part.startswith("folder:") or "/" in part  # its loader says what is wrong with it
+        if not folder and part not in PUBLIC_SETS:
+            raise unknown("public set", part, [*PUBLIC_SETS, "folder:PATH"])
     if len(set(parts)) < len(parts):
         raise UsageError(f"public set {name!r} names a set twice")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpngd import config
+from dpngd import config, data, models
 from dpngd.config import FIELDS, METHOD_FIELDS, METHODS, RunConfig
 from dpngd.errors import UsageError
 
@@ -70,6 +70,13 @@ def test_which_methods_read_a_public_set():
     assert all(spec.arm_of == "dp-ngd" for name, spec in METHODS.items() if name.startswith("dp-ngd-"))
 
 
+def test_the_names_are_those_of_the_data_and_the_models():
+    """config.py repeats them so that it needs no torch; here they are compared."""
+    assert set(config.DATASETS) == set(data.PRIVATE)
+    assert set(config.PUBLIC_SETS) == set(data.PUBLIC)
+    assert set(config.MODELS) == set(models.NAMES)
+
+
 def test_every_field_is_documented_and_frozen():
     assert all(len(f.metadata["doc"]) > 5 for f in FIELDS.values())
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -116,7 +123,8 @@ def test_every_field_is_documented_and_frozen():
         ("dp-ngd", {"p": 1.0}, r"p = 1.0: must be in \(1, inf\)"),
         ("dp-ngd", {"T1": 1.0}, r"T1 = 1.0: must be in \(0, 1\)"),
         ("dp-ngd", {"lambda_base": 0.4}, "lambda_base = 0.4 is above lambda_safe = 0.3"),
-        ("dp-ngd", {"public_size": 0}, "public_size = 0"),
+        ("dp-ngd", {"public_size": 49}, r"public_size = 49: must be in \[50, 5000\]"),
+        ("dp-ngd", {"public_size": 5001}, "public_size = 5001"),
     ],
 )
 def test_bad_values_are_refused_in_one_line(method, changes, message):
@@ -138,6 +146,7 @@ def test_an_int_is_a_float_where_one_is_meant():
 
 def test_folders_and_deeper_networks_are_allowed():
     assert make(public="some/folder").public == "some/folder"
+    assert make(public="photos+folder:here").public == "photos+folder:here"
     assert make(model="wrn-22-8").model == "wrn-22-8"
     assert make(model="resnet-32").model == "resnet-32"
 
