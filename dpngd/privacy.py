@@ -1,0 +1,196 @@
+"""Privacy accounting: sigma for a budget, the budget a sigma spends, and the split of a budget.
+
+What is guaranteed. T releases of
+
+    sum_i clip_C(L g_i) + sigma C xi,   xi ~ N(0, I),
+
+each on a batch into which every one of the N private samples is drawn independently with probability q
+(Poisson sampling), are together (epsilon, delta)-DP: for data sets D, D' of which one has one sample more
+than the other (add or remove one), and every set S of outputs, P[M(D) in S] <= e^epsilon P[M(D') in S] +
+delta. L and all that happens after the noise (R, the rate, EMA) come from public data and the step count,
+so they cost nothing (the paper, section 3.5); C cancels. DP-NGD spends exactly what DP-SGD spends.
+
+| symbol | meaning |
+| --- | --- |
+| q | B/N exactly, of the expected batch size B; not 1/len(loader), which is another number |
+| T | steps (releases) |
+| sigma | noise multiplier: the noise's standard deviation over the clipping norm C |
+
+What is not counted: tuning of hyper-parameters, the choice of the best seed, and anything else that looks
+at the private data outside those T releases. Batches of a fixed size (shuffling) are not covered. Noise
+comes from an ordinary floating-point generator.
+
+How. `prv` is the paper's accountant, `rdp` a looser one beside it (`dpngd.accountants`). What is reported,
+and compared with a target, is always an upper bound.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from contextlib import suppress
+from fractions import Fraction
+from typing import NamedTuple
+
+from dpngd.accountants import PRV_DELTA_MIN, eps_error, prv, rdp
+from dpngd.accountants import spent as _spent
+from dpngd.errors import UsageError, unknown
+
+ACCOUNTANTS = ("prv", "rdp")
+
+TOLERANCE = 1e-3  # how far below its target a calibrated epsilon may end (times epsilon, below 1)
+EPSILON_MAX = 100.0  # as a target
+
+
+class Budget(NamedTuple):
+    epsilon: float
+    delta: float
+
+
+def calibrate(
+    epsilon: float, delta: float, q: float, T: int, *, N: int | None = None, accountant: str = "prv"
+) -> float:
+    """The sigma with which T steps at rate q spend at most `epsilon`, and at most 0.001 less.
+
+    Below epsilon = 1 the 0.001 is relative. With N, the size of the private set, a delta of 1/N or more is
+    refused: it would allow a mechanism that publishes a sample at random.
+    """
+    epsilon, delta, q, T = _positive("epsilon", epsilon), _delta(delta, accountant), _q(q), _count("T", T)
+    if epsilon > EPSILON_MAX:
+        raise UsageError(f"epsilon={epsilon:g} protects nobody: ask for at most {EPSILON_MAX:g}")
+    if N is not None and delta * _count("N", N) >= 1:
+        raise UsageError(f"delta={delta:g} must be below 1/N = {1 / N:g} for N={N} samples")
+    drawn = 1.0 if q == 1 else -math.expm1(T * math.log1p(-q))
+    if delta >= drawn:  # holds for every sigma, so for none: the guarantee would be empty
+        raise UsageError(f"delta={delta:g} must be below {drawn:g}, a sample's chance to be drawn at all")
+    return _calibrate(epsilon, delta, q, T, accountant)
+
+
+def spent(sigma: float, q: float, T: int, delta: float, accountant: str = "prv") -> float:
+    """The epsilon, as an upper bound, that T steps at rate q with noise multiplier sigma spend at `delta`.
+
+    Where sigma is so small that the loss leaves the range of floating point, `prv` gives the bound of `rdp`.
+    """
+    delta = _delta(delta, accountant)
+    return _spent(_positive("sigma", sigma), _q(q), _count("T", T), delta, accountant)
+
+
+def split(epsilon: float, delta: float, fraction: float) -> tuple[Budget, Budget]:
+    """Two budgets that compose to at most (epsilon, delta); the first has `fraction` of both numbers.
+
+    Basic composition: if M1 is (e1, d1)-DP and M2, which may see M1's output, is (e2, d2)-DP, then both
+    together are (e1 + e2, d1 + d2)-DP.
+    """
+    epsilon, delta, fraction = _positive("epsilon", epsilon), _delta(delta), _positive("fraction", fraction)
+    if fraction >= 1:
+        raise UsageError(f"fraction={fraction:g} must be below 1: the second part needs a budget too")
+    (e1, e2), (d1, d2) = _share(epsilon, fraction), _share(delta, fraction)
+    return Budget(e1, d1), Budget(e2, d2)
+
+
+def _share(total: float, fraction: float) -> tuple[float, float]:
+    first = total * fraction
+    rest = total - first
+    # Rounded to nearest, the two can exceed the total by half a unit in the last place.
+    return first, rest if Fraction(first) + Fraction(rest) <= Fraction(total) else math.nextafter(rest, 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _calibrate(epsilon: float, delta: float, q: float, T: int, accountant: str) -> float:
+    def bound(sigma: float) -> float:
+        return rdp(sigma, q, T, delta)
+
+    def coarse(sigma: float) -> float:
+        fine = eps_error(bound(sigma))
+        return prv(sigma, q, T, delta, 10 * fine) - 9 * fine
+
+    tolerance = TOLERANCE * min(1.0, epsilon)
+    # The central limit's sigma: the paper's q sqrt(T log(1/delta)) / epsilon.
+    sigma = max(0.3, q * math.sqrt(2 * T * math.log(1 / delta)) / epsilon)
+    if accountant == "prv":
+        # Get near cheaply: RDP is some 8% above PRV, and PRV's estimate hardly depends on eps_error. Only
+        # the last search decides; after these two, its first look is nearly always its last.
+        with suppress(UsageError):
+            sigma = _solve(bound, 1.08 * epsilon, 0.01 * epsilon, sigma, looks=12)
+            sigma = _solve(coarse, epsilon, tolerance / 2, sigma, looks=12)
+    return _solve(lambda sigma: _spent(sigma, q, T, delta, accountant), epsilon, tolerance, sigma)
+
+
+def _solve(
+    epsilon_of: Callable[[float], float], target: float, tolerance: float, sigma: float, looks: int = 100
+) -> float:
+    """A sigma with target - tolerance <= epsilon_of(sigma) <= target, for a decreasing epsilon_of.
+
+    Regula falsi on log epsilon against log sigma, nearly a straight line; bisection where that is slow.
+    """
+    low = high = None  # (sigma, epsilon) with too little noise, and with enough
+    aim = target - tolerance / 2
+    for look in range(looks):
+        epsilon = epsilon_of(sigma)
+        if target - tolerance <= epsilon <= target:
+            return sigma
+        if epsilon > target:
+            low = (sigma, epsilon)
+        else:
+            high = (sigma, epsilon)
+        if low is None or high is None:
+            # As epsilon ~ 1/sigma asks, and further with each look, lest it creep up on the target.
+            step = math.log(min(4.0, max(0.25, epsilon / aim)))
+            sigma *= math.exp(min(math.log(4), max(-math.log(4), step * 2**look)))
+            if not 1e-3 < sigma < 1e9:
+                break
+        elif high[0] <= low[0] * (1 + 1e-12):
+            break
+        else:
+            weight = 0.5
+            if look < 10 and high[1] > 0 and low[1] < math.inf:
+                weight = math.log(low[1] / aim) / math.log(low[1] / high[1])
+            sigma = low[0] * (high[0] / low[0]) ** min(0.99, max(0.01, weight))
+    raise UsageError(f"no sigma found that spends epsilon={target:g}: the accountant cannot resolve it")
+
+
+def _number(name: str, value: float) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"{name}={value!r} is not a number") from None
+    if not math.isfinite(number):
+        raise UsageError(f"{name}={value!r} is not finite")
+    return number
+
+
+def _positive(name: str, value: float) -> float:
+    number = _number(name, value)
+    if number <= 0:
+        raise UsageError(f"{name}={number:g} must be above 0")
+    return number
+
+
+def _delta(value: float, accountant: str = "rdp") -> float:
+    if accountant not in ACCOUNTANTS:
+        raise unknown("accountant", accountant, ACCOUNTANTS)
+    delta = _positive("delta", value)
+    if delta >= 1:
+        raise UsageError(f"delta={delta:g} must be below 1 (and below 1/N): 1 allows anything")
+    if accountant == "prv" and delta < PRV_DELTA_MIN:
+        raise UsageError(f"delta={delta:g} is below PRV's least, {PRV_DELTA_MIN:g}: use 'rdp'")
+    return delta
+
+
+def _q(value: float) -> float:
+    q = _positive("q", value)
+    if q > 1:
+        raise UsageError(f"q={q:g} must be at most 1: the batch size B exceeds N in q = B/N")
+    return q
+
+
+def _count(name: str, value: int) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise UsageError(f"{name}={value!r} is not an integer") from None
+    if count < 1 or isinstance(value, bool):
+        raise UsageError(f"{name}={value!r} must be an integer of at least 1")
+    return count
