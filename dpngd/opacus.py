@@ -61,7 +61,7 @@ class DPNGD(DPOptimizer):
         ours = {id(p) for layer in self.layers for p in layer.params().values()}
         if {id(p) for p in self.params} != ours:
             raise UsageError("the optimizer's parameters are not the module's trainable parameters: build the "
-                             "optimizer from module.parameters(), and freeze what must not train with requires_grad_(False)")
+                             "optimizer from module.parameters(); freeze what must not train by requires_grad_(False)")
         if T_cur < 1:
             raise UsageError(f"T_cur is {T_cur}: the curvature is refreshed every T_cur >= 1 steps")
         weight = self.layers[0].module.weight

@@ -1,0 +1,193 @@
+"""`python -m dpngd.bench`: seconds a training step, every contender interleaved in one run.
+
+Machines are noisy, so what counts is ratios of medians from rounds in which every contender takes its turn. The cost
+of a curvature refresh is measured apart and amortised: a step on b samples carries b / (T_cur * amortise_batch) of it.
+Peak memory is measured in a fresh process a contender.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from tqdm import tqdm
+
+from dpngd import models
+from dpngd.contenders import CONTENDERS, Bench, Contender
+from dpngd.errors import UsageError, exit_code, unknown
+from dpngd.gradients import MICRO_BATCH
+from dpngd.streams import stream
+
+DEFAULT_BATCH = {"wrn-16-4": 64}
+OPACUS = ("opacus-hooks", "opacus-functorch", "opacus-ghost")
+
+
+def make_bench(model: str, batch: int, K: int, public: int, floor: float, micro_batch: int) -> Bench:
+    """Random images: a step's time depends on shapes, and on the floor through the rank it leaves."""
+    g = stream(0, "bench")
+    net = models.build(model, classes=10, generator=g)
+    x = torch.randn(batch * K, 3, 32, 32, generator=g)
+    y = torch.randint(10, (batch,), generator=g)
+    return Bench(net, x, y, K, torch.randn(public, 3, 32, 32, generator=g), floor, micro_batch)
+
+
+def timed(step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def measure(name: str, args: argparse.Namespace) -> dict:
+    """Medians and quartiles for one model; contenders take turns in every round."""
+    batch = args.batch or DEFAULT_BATCH.get(name, 256)
+    bench = make_bench(name, batch, args.K, args.public, args.floor, args.micro_batch)
+    chosen = [c for c in args.contenders if not (c == "opacus-ghost" and args.K > 1)]
+    running: dict[str, Contender] = {c: CONTENDERS[c](bench) for c in chosen}
+    for contender in running.values():
+        contender.step()  # warm-up: first calls allocate, and check the model
+    seconds: dict[str, list[float]] = {c: [] for c in running}
+    refresh: dict[str, list[float]] = {c: [] for c, r in running.items() if r.refresh}
+    turns = [(r, c) for r in range(args.repeats) for c in running]
+    for r, c in tqdm(turns, desc=name, file=sys.stderr, disable=args.quiet):
+        gc.collect()
+        seconds[c].append(timed(running[c].step))
+        if c in refresh and r % max(1, args.repeats // 3) == 0:
+            refresh[c].append(timed(running[c].refresh))
+    amortised = batch / (args.t_cur * args.amortise_batch)
+    rows = {}
+    for c, times in seconds.items():
+        extra = amortised * statistics.median(refresh[c]) if c in refresh else 0.0
+        low, median, high = (q + extra for q in quartiles(times))
+        rows[c] = {"median": median, "q1": low, "q3": high, "curvature": extra, "ms_per_sample": 1e3 * median / batch}
+        if c in refresh:
+            rows[c]["refresh"] = statistics.median(refresh[c])
+    if not args.no_memory:
+        for c in tqdm(rows, desc=f"{name} memory", file=sys.stderr, disable=args.quiet):
+            rows[c]["peak_mib"] = peak_memory(c, name, batch, args)
+    return {"batch": batch, "contenders": rows}
+
+
+def quartiles(times: list[float]) -> tuple[float, float, float]:
+    if len(times) < 2:
+        return times[0], times[0], times[0]
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, median, high
+
+
+def ratios(rows: dict) -> dict[str, float]:
+    """The three numbers to watch (those whose contenders were run), and every other method over our DP-SGD."""
+    median = {c: row["median"] for c, row in rows.items()}
+    sgd, out = median.get("dp-sgd"), {}
+    fastest = min((median[c] for c in OPACUS if c in median), default=None)
+    if sgd and fastest:
+        out["opacus_over_dp_sgd"] = fastest / sgd
+    if sgd and "plain" in median:
+        out["dp_sgd_over_plain"] = sgd / median["plain"]
+    for c in median:
+        if sgd and c not in OPACUS and c not in ("plain", "dp-sgd"):
+            out[f"{c.replace('-', '_')}_over_dp_sgd"] = median[c] / sgd
+    return out
+
+
+def peak_memory(contender: str, model: str, batch: int, args: argparse.Namespace) -> float:
+    """MiB that one step (and a refresh) adds to a fresh process that already holds the model and the data."""
+    options = ["--models", model, "--batch", batch, "--K", args.K, "--public", args.public, "--floor", args.floor,
+               "--micro-batch", args.micro_batch, "--threads", args.threads, "--peak-of", contender]
+    done = subprocess.run([sys.executable, "-m", "dpngd.bench", *map(str, options)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"measuring the memory of {contender} failed: {done.stderr}")
+    return float(done.stdout)
+
+
+def own_peak(contender: str, args: argparse.Namespace) -> float:
+    bench = make_bench(args.models[0], args.batch, args.K, args.public, args.floor, args.micro_batch)
+    before = high_water()
+    running = CONTENDERS[contender](bench)
+    running.step()
+    running.step()
+    return (high_water() - before) / 1024
+
+
+def high_water() -> int:
+    """Peak resident memory of this process so far, in KiB. (Linux hands ru_maxrss on from the parent: not used there.)"""
+    try:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    except OSError:
+        unit = 1024 if sys.platform == "darwin" else 1
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+
+
+def table(report: dict) -> str:
+    lines = [f"{report['threads']} threads, {report['cpu']}, torch {report['torch']}, K={report['K']}; seconds a step, "
+             f"curvature of {report['public']} images amortised over {report['t_cur']} steps of "
+             f"{report['amortise_batch']} samples"]
+    for name, result in report["models"].items():
+        lines += ["", f"{name}, batch {result['batch']}",
+                  f"{'':18}{'median':>9}{'quartiles':>19}{'ms/sample':>11}{'curvature':>11}{'peak MiB':>10}"]
+        for c, row in result["contenders"].items():
+            peak = f"{row['peak_mib']:.0f}" if "peak_mib" in row else "-"
+            lines.append(f"{c:18}{row['median']:9.3f}{row['q1']:10.3f}{row['q3']:9.3f}{row['ms_per_sample']:11.3f}"
+                         f"{row['curvature']:11.3f}{peak:>10}")
+        lines += [f"  {k:24}{v:6.2f}" for k, v in report["ratio"][name].items()]
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="python -m dpngd.bench", description=__doc__.split("\n\n")[0])
+    p.add_argument("--models", nargs="+", default=["resnet-20", "wrn-10-1", "wrn-16-4"], metavar="MODEL")
+    p.add_argument("--contenders", nargs="+", default=list(CONTENDERS), metavar="NAME", help=", ".join(CONTENDERS))
+    p.add_argument("--batch", type=int, help="samples a step (default 256; 64 for wrn-16-4)")
+    p.add_argument("--K", type=int, default=1, help="views a sample (augmentation multiplicity)")
+    p.add_argument("--repeats", type=int, default=9)
+    p.add_argument("--threads", type=int, default=torch.get_num_threads())
+    p.add_argument("--public", type=int, default=500, help="public images a curvature refresh")
+    p.add_argument("--t-cur", type=int, default=8, help="steps between refreshes")
+    p.add_argument("--amortise-batch", type=int, default=1024, help="samples a step when amortising the refresh")
+    p.add_argument("--floor", type=float, default=0.025, help="lambda_t at which DP-NGD is timed")
+    p.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help="views worked on at once, ours")
+    p.add_argument("--no-memory", action="store_true", help="skip the memory measurement")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.add_argument("--peak-of", help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    for name in args.contenders:
+        if name not in CONTENDERS:
+            raise unknown("contender", name, CONTENDERS)
+    for name, value in vars(args).items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+    if not args.floor > 0:
+        raise UsageError(f"--floor is {args.floor}: it must be positive")
+    for name in args.models:
+        models.build(name, classes=10, generator=stream(0, "bench"))  # an unknown name is an error before any work
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    torch.set_num_threads(args.threads)
+    if args.peak_of:
+        print(own_peak(args.peak_of, args))
+        return 0
+    results = {name: measure(name, args) for name in args.models}
+    report = {
+        "models": results,
+        "ratio": {name: ratios(r["contenders"]) for name, r in results.items()},
+        **{k: getattr(args, k) for k in ("K", "threads", "public", "t_cur", "amortise_batch", "floor", "repeats")},
+        "cpu": platform.processor() or platform.machine(), "torch": torch.__version__,
+    }
+    print(json.dumps(report, indent=1) if args.json else table(report))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_code(main))
