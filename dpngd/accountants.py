@@ -1,12 +1,11 @@
 """Upper bounds of epsilon for T steps of the Poisson-subsampled Gaussian mechanism, by Opacus's analyses.
 
-`prv` (Gopi et al., 2021) composes the privacy loss numerically and encloses epsilon in estimate +-
-eps_error; `rdp` bounds it by Renyi divergences. Both look at removing a sample, the worse direction; the
-tests check adding, too.
+`prv` (Gopi et al., 2021) composes the privacy loss numerically and encloses epsilon in estimate +- eps_error; `rdp`
+bounds it by Renyi divergences. Both look at removing a sample, which is the worse direction in each step; that it
+also is after composition is not proven in general, so the tests compose both.
 
-Opacus's PRV code is used with two parts replaced (the domain and the mean of the loss), which makes it
-three times as fast and agrees with `opacus.accountants.PRVAccountant` to 1e-6. Inputs are checked by
-`dpngd.privacy`.
+Opacus's PRV code is used with two parts replaced, the domain and the mean of the loss: 1.5 to 8 times as fast, and
+equal to `opacus.accountants.PRVAccountant` to 1e-6. Inputs are checked by `dpngd.privacy`.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from dpngd.errors import UsageError
 # Opacus stops at order 63, where the RDP bound cannot go below 0.1. Its binomials overflow above 1024.
 LARGE_ORDERS = (64, 80, 96, 128, 160, 192, 256, 384, 512, 768, 1024)
 ORDERS = (*RDPAccountant.DEFAULT_ALPHAS, *LARGE_ORDERS)
-# A bound from fewer orders is a bound too. Fractional ones take 20 times as long, and fail for large sigma.
+# A bound from fewer orders is a bound too. Fractional ones are slow, and fail for large sigma.
 INTEGER_ORDERS = (*range(2, 17), *range(18, 64, 4), *LARGE_ORDERS)
 
 # Below this delta the rounding of PRV's double-precision FFT is no longer small beside delta: at q = 1, where
 # the answer is known, its upper end is still right at 1e-12, and too low at 1e-13.
 PRV_DELTA_MIN = 1e-10
-PRV_POINTS_MAX = 10**7  # about 1 GB and 10 s
+PRV_POINTS_MAX = 10**7  # about 1 GB, and 5 s
 PRV_LOSS_MAX = 700.0  # exp overflows soon after
 
 
@@ -77,7 +76,7 @@ class _Loss(TruncatedPrivacyRandomVariable):
     def mean(self) -> float:
         """E l(x), by the trapezoidal rule: exact to rounding for an analytic integrand with Gaussian tails.
 
-        Opacus integrates the cdf adaptively, in 40 times the time and with errors up to 1e-7, which T steps
+        Opacus integrates the cdf adaptively, in 60 times the time and with errors up to 1e-7, which T steps
         multiply (sigma = 0.3, q = 0.001).
         """
         q, sigma = self._prv.sample_rate, self._prv.noise_multiplier
