@@ -1,0 +1,204 @@
+"""Profiles: params/*.yaml -> the RunConfigs behind each table and figure.
+
+All configs of a profile come from `Profile.config`, so two figures that need the same run ask for the same key.
+
+The Euclidean step rule (section 3.3 of the paper, for every method; see the comment in paper.yaml):
+
+    eta * S * lambda_safe^-r = eta_sgd * C_sgd
+
+| symbol | meaning |
+| --- | --- |
+| S | the largest norm of a clipped sample: C, or sqrt(C0^2 + C1^2) for GEP |
+| l, r | powers of F^-1 before the clipping and in the map back (`MAPS`) |
+| eta_sgd, C_sgd | rate and clipping threshold of DP-SGD in the same cell |
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpngd import params
+from dpngd.config import FIELDS, METHOD_FIELDS, METHODS, RunConfig, in_interval
+from dpngd.errors import UsageError, unknown
+from dpngd.params import number, pick, profile_names, published
+
+__all__ = ["Profile", "load", "profile_names", "published"]
+
+MAPS = {"dp-ngd-pre": (0.0, 1.0), "dp-ngd-post": (1.0, 0.0), "dp-ngd-one-sided": (0.5, 0.0)}  # (l, r), else 1/2 both
+_CELL = ("method", "data", "epsilon", "seed")
+_COMMON = tuple(n for n in FIELDS if n not in METHOD_FIELDS and n not in (*_CELL, "eta"))
+SHAPES = {"methods": list, "cells": dict, "vary": dict, "seeds": list | None, "grid": dict}
+Names = Sequence[str] | None
+
+
+def load(name: str) -> Profile:
+    """The profile `name`: paper, cpu, quick, or another params/<name>.yaml."""
+    return Profile(name, params.settings(name))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A named set of settings, and the runs that follow from it."""
+
+    name: str
+    settings: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for name, section in {**self.settings["artifacts"], "tuning": self.settings["tuning"]}.items():
+            for key, kind in SHAPES.items():
+                if key in section and not isinstance(section[key], kind):
+                    raise UsageError(f"{self.name}: {name}.{key} = {section[key]!r} has the wrong form")
+        reused = set(self.settings["tuning"]["seeds"]) & set(self.seeds)
+        if reused:
+            raise UsageError(f"{self.name}: seed {min(reused)} is used for tuning and for results")
+
+    @property
+    def about(self) -> str:
+        return self.settings["about"]
+
+    @property
+    def seeds(self) -> list[int]:
+        return self.settings["seeds"]
+
+    @property
+    def artifacts(self) -> list[str]:
+        """The names that `configs` takes."""
+        return [*self.settings["artifacts"], "tuning"]
+
+    def artifact(self, name: str) -> dict[str, Any]:
+        """The section of a table or figure: methods, cells, vary, seeds."""
+        if name not in self.artifacts:
+            raise unknown("artifact", name, self.artifacts)
+        if name == "tuning":
+            tuning = self.settings["tuning"]
+            return {"methods": list(tuning["grid"]), "vary": {}, **tuning}
+        return self.settings["artifacts"][name]
+
+    def setting(self, name: str, method: str, data: str, epsilon: float) -> Any:
+        """A value by the first of method, the method it is an arm of, data set and defaults that has one."""
+        places = [self.settings["methods"][method], self.settings["data"][data], self.settings["defaults"]]
+        if METHODS[method].arm_of:
+            places.insert(1, self.settings["methods"][METHODS[method].arm_of])
+        values = (pick(place.get(name), data, epsilon, name, method) for place in places)
+        return next((value for value in values if value is not None), None)
+
+    def config(self, method: str, data: str, epsilon: float, seed: int, **changes: Any) -> RunConfig:
+        """The run of one cell. `changes` are fields of the config, or `rate`, a factor on the learning rate."""
+        for kind, name, valid in (("method", method, METHODS), ("data set", data, self.settings["data"])):
+            if name not in valid:
+                raise unknown(kind, name, valid)
+        for name in changes:
+            if name not in FIELDS and name != "rate":
+                raise unknown("field", name, [*FIELDS, "rate"])
+        if not in_interval(epsilon, "(0, inf)"):
+            raise UsageError(f"epsilon = {epsilon!r}: must be in (0, inf)")
+        rate = changes.pop("rate", 1.0)
+        wanted = (*_COMMON, *METHODS[method].uses)
+        values = {n: self.setting(n, method, data, epsilon) for n in wanted} | changes
+        second_order = "dp-ngd" in (method, METHODS[method].arm_of)
+        derived = (self._whitened if second_order else self._plain)(values, method, data, epsilon, changes)
+        derived["eta"] = number(derived["eta"] * rate)
+        values |= {n: v for n, v in derived.items() if n not in changes and n in (*wanted, "eta")}
+        if "evals" not in changes:
+            values["evals"] = min(values["evals"], values["T"])
+        return RunConfig.from_dict({"method": method, "data": data, "epsilon": epsilon, "seed": seed, **values})
+
+    def _step(self, method: str, data: str, epsilon: float) -> float:
+        """eta_sgd * C_sgd: the length of DP-SGD's largest step in this cell."""
+        eta = self.setting("eta_sgd", method, data, epsilon) or self.setting("eta", "dp-sgd", data, epsilon)
+        return eta * self.setting("C", "dp-sgd", data, epsilon)
+
+    def _plain(self, values: dict, method: str, data: str, epsilon: float, changes: dict) -> dict[str, float]:
+        """eta of a first-order method: as stated, or by the rule with r = 0."""
+        eta = self.setting("eta", method, data, epsilon)
+        S = values["C"] if "C" in values else math.hypot(values["C0"], values["C1"])
+        return {"eta": self._step(method, data, epsilon) / S if eta is None else eta}
+
+    def _whitened(self, values: dict, method: str, data: str, epsilon: float, changes: dict) -> dict[str, float]:
+        """eta, C, lambda_safe and lambda_base of DP-NGD and its arms, by the rule, from eta or lambda_safe."""
+        get = functools.partial(self.setting, data=data, epsilon=epsilon)
+        eta, safe = get("eta", "dp-ngd"), get("lambda_safe", "dp-ngd")
+        if (eta is None) == (safe is None):
+            raise UsageError(f"{self.name}: dp-ngd must state eta or lambda_safe, the other one follows from it")
+        if safe is None:
+            safe = (eta * get("C", "dp-ngd") / self._step("dp-ngd", data, epsilon)) ** 2
+        safe = changes.get("lambda_safe") or get("lambda_safe", method) or safe
+        before, back = MAPS.get(method, (0.5, 0.5))
+        stated = pick(self.settings["methods"][method]["C"], data, epsilon, "C", method)
+        C = changes.get("C") or stated or get("C", "dp-ngd") * safe ** (0.5 - before)
+        return {
+            "eta": self._step(method, data, epsilon) * safe**back / C,
+            "C": number(C),
+            "lambda_safe": number(safe),
+            "lambda_base": number(safe * get("lambda_base_ratio", "dp-ngd")),
+        }
+
+    def configs(
+        self,
+        artifact: str,
+        *,
+        methods: Names = None,
+        datasets: Names = None,
+        epsilons: Sequence[float] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[RunConfig]:
+        """The runs behind a table or figure, each once. What is given replaces the profile's choice."""
+        section = self.artifact(artifact)
+        given = {"methods": methods, "datasets": datasets, "epsilons": epsilons, "seeds": seeds}
+        for name, value in given.items():
+            if value is not None and (isinstance(value, str) or not isinstance(value, Sequence) or not value):
+                raise UsageError(f"{name} = {value!r}: give a list, or None for the profile's")
+        stated = section["cells"]
+        every = sorted({e for row in stated.values() for e in row})
+        cells = {d: epsilons or stated.get(d, every) for d in (datasets or stated)}
+        found: dict[str, RunConfig] = {}
+        for method in methods or section["methods"]:
+            for data, row in cells.items():
+                for epsilon, seed in itertools.product(row, seeds or section["seeds"] or self.seeds):
+                    for changes in self._variants(artifact, section, method, data, epsilon):
+                        config = self.config(method, data, epsilon, seed, **changes)
+                        found.setdefault(config.key(), config)
+        return list(found.values())
+
+    def _variants(self, artifact: str, section: dict, method: str, data: str, epsilon: float) -> Iterable[dict]:
+        """The changes to a cell's settings that an artifact asks for."""
+        if method not in METHODS:
+            raise unknown("method", method, METHODS)
+        if artifact == "tuning":
+            yield from self._trials(section, method, data, epsilon)
+            return
+        axes = {n: v for n, v in section["vary"].items() if n in METHODS[method].uses or n in _COMMON}
+        if not axes:
+            yield {}
+        for name, values in axes.items():
+            for value in pick(values, data, epsilon, f"{name} of {artifact}", method):
+                yield {name: value}
+
+    def _trials(self, section: dict, method: str, data: str, epsilon: float) -> Iterable[dict]:
+        """All combinations of a method's grid; a name like C0+C1 stands for several fields set together."""
+        if method not in section["grid"]:
+            raise unknown("method in the tuning grid", method, section["grid"])
+        grid = section["grid"][method]
+        for values in itertools.product(*grid.values()):
+            changes: dict[str, Any] = {"validation": section["validation"]}
+            for name, value in zip(grid, values, strict=True):
+                parts = name.split("+")
+                changes |= zip(parts, value, strict=True) if len(parts) > 1 else {name: value}
+            if "T" in changes:
+                changes["T"] = max(1, round(changes["T"] * self.setting("T", method, data, epsilon)))
+            yield changes
+
+    def all_configs(self) -> list[RunConfig]:
+        """Every run of the profile, each once."""
+        configs = (config for name in self.artifacts for config in self.configs(name))
+        return list({config.key(): config for config in configs}.values())
+
+    def seconds(self, config: RunConfig) -> float:
+        """How long a run is expected to take on the profile's device."""
+        order = "second_order" if "dp-ngd" in (config.method, METHODS[config.method].arm_of) else "first_order"
+        return config.T * pick(self.settings["cost"][order], config.data, config.epsilon, order, config.method)
