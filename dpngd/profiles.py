@@ -49,13 +49,30 @@ class Profile:
     settings: dict[str, Any]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.seeds, list) or not self.seeds:
+            raise UsageError(f"{self.name}: seeds = {self.seeds!r} must be a list")
         for name, section in {**self.settings["artifacts"], "tuning": self.settings["tuning"]}.items():
-            for key, kind in SHAPES.items():
-                if key in section and not isinstance(section[key], kind):
-                    raise UsageError(f"{self.name}: {name}.{key} = {section[key]!r} has the wrong form")
+            self._check(name, section)
         reused = set(self.settings["tuning"]["seeds"]) & set(self.seeds)
         if reused:
             raise UsageError(f"{self.name}: seed {min(reused)} is used for tuning and for results")
+
+    def _check(self, name: str, section: dict[str, Any]) -> None:
+        """Forms and names in the section of an artifact: a name that nothing reads would change nothing, silently."""
+        for key, kind in SHAPES.items():
+            if key in section and not isinstance(section[key], kind):
+                raise UsageError(f"{self.name}: {name}.{key} = {section[key]!r} has the wrong form")
+        axes = [section.get("vary", {}), *section.get("grid", {}).values()]
+        used = {
+            "method": [*section.get("methods", []), *section.get("grid", {})],
+            "data set": section["cells"],
+            "field": [part for axis in axes for joint in axis for part in joint.split("+")],
+        }
+        valid = {"method": METHODS, "data set": self.settings["data"], "field": [*FIELDS, "rate"]}
+        for kind, given in used.items():
+            for item in given:
+                if item not in valid[kind]:
+                    raise UsageError(f"{self.name}: {name}: {unknown(kind, item, valid[kind])}")
 
     @property
     def about(self) -> str:
@@ -172,23 +189,23 @@ class Profile:
         if artifact == "tuning":
             yield from self._trials(section, method, data, epsilon)
             return
-        axes = {n: v for n, v in section["vary"].items() if n in METHODS[method].uses or n in _COMMON}
-        if not axes:
-            yield {}
-        for name, values in axes.items():
+        reads = {*_COMMON, *METHODS[method].uses, "eta", "rate"}
+        for name, values in section["vary"].items() or [("", ())]:
+            if not reads & set(name.split("+")):
+                yield {}  # a method without that field runs as it is
+                continue
             for value in pick(values, data, epsilon, f"{name} of {artifact}", method):
-                yield {name: value}
+                yield {n: v for n, v in joint(name, value).items() if n in reads}
 
     def _trials(self, section: dict, method: str, data: str, epsilon: float) -> Iterable[dict]:
-        """All combinations of a method's grid; a name like C0+C1 stands for several fields set together."""
+        """All combinations of a method's grid."""
         if method not in section["grid"]:
             raise unknown("method in the tuning grid", method, section["grid"])
         grid = section["grid"][method]
         for values in itertools.product(*grid.values()):
             changes: dict[str, Any] = {"validation": section["validation"]}
             for name, value in zip(grid, values, strict=True):
-                parts = name.split("+")
-                changes |= zip(parts, value, strict=True) if len(parts) > 1 else {name: value}
+                changes |= joint(name, value)
             if "T" in changes:
                 changes["T"] = max(1, round(changes["T"] * self.setting("T", method, data, epsilon)))
             yield changes
@@ -202,3 +219,13 @@ class Profile:
         """How long a run is expected to take on the profile's device."""
         order = "second_order" if "dp-ngd" in (config.method, METHODS[config.method].arm_of) else "first_order"
         return config.T * pick(self.settings["cost"][order], config.data, config.epsilon, order, config.method)
+
+
+def joint(name: str, value: Any) -> dict[str, Any]:
+    """The changes that one value of an axis stands for; an axis like C0+C1 sets several fields together."""
+    parts = name.split("+")
+    if len(parts) == 1:
+        return {name: value}
+    if not isinstance(value, list) or len(value) != len(parts):
+        raise UsageError(f"{name}: {value!r} must be a list of {len(parts)} values")
+    return dict(zip(parts, value, strict=True))
