@@ -87,8 +87,9 @@ class ClampedLayer:
         """||F~_l^power g_i||^2, and what it was subtracted from (its own size where nothing was); both (b,)."""
         scale, base = self.Lam ** (2 * power), self.floor ** (2 * power)
         if self.whole:
-            n = _weighted_energy(g.project(*self.Q32), scale)
-            return n, n
+            P = g.project(*self.Q32)
+            # Nothing is subtracted, but P's rounding is weighted too: it costs the root of what a subtraction costs.
+            return _weighted_energy(P, scale), 0.02 * _weighted_energy(P, scale.max().expand_as(scale))
         energy = base * g.sq_norms()
         if not self.Lam.numel():
             return energy, energy
@@ -136,8 +137,9 @@ class Kronecker:
         if len(lost):
             self.recomputed += len(lost)
             total = total.clone()
-            total[lost] = torch.stack([layer.exact_sq_norms(x.select(lost), self.left) for layer, x in
-                                       zip(self.layers, g.layers, strict=True)]).sum(0).to(total.dtype)
+            for part in lost.split(16):  # dense and in float64: a few at a time
+                total[part] = torch.stack([layer.exact_sq_norms(x.select(part), self.left) for layer, x in
+                                           zip(self.layers, g.layers, strict=True)]).sum(0).to(total.dtype)
         return total.unsqueeze(0)
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:

@@ -93,15 +93,14 @@ class PerSample:
             raise UsageError(f"{len(x)} views and {len(y)} targets do not make samples of K={self.K} views each: pass "
                              "the views of a sample in adjacent rows")
         if self._unchecked:
-            self._self_check(x, y)
-            self._unchecked = False
+            self._unchecked = not self._self_check(x, y)
         return self._run(x, y, self.K)
 
     def _run(self, x: Tensor, y: Tensor, K: int) -> SampleGradients:
         def build(layer: Layer, a: Tensor, d: Tensor) -> LayerGradient:
             return layer.gradient(a, d / K if K > 1 else d, K)
 
-        with Tape(self.model, self.layers, build) as tape:
+        with torch.enable_grad(), Tape(self.model, self.layers, build) as tape:
             losses = self.loss(tape.forward(x), y)
             if losses.shape != y.shape[:1]:
                 raise UsageError(f"the loss gave shape {tuple(losses.shape)} for {len(y)} rows: it must return one "
@@ -112,19 +111,22 @@ class PerSample:
                  for layer, g in zip(self.layers, tape.results, strict=True)]
         return SampleGradients(grads, losses.detach().view(b, K).mean(1))
 
-    def _self_check(self, x: Tensor, y: Tensor) -> None:
-        """One small micro-batch against autograd, and one sample on its own against the same sample in company."""
+    def _self_check(self, x: Tensor, y: Tensor) -> bool:
+        """One small micro-batch against autograd, and rows on their own against the same in company; whether it could
+        tell."""
         n = min(len(x), max(2, self.K))
         x, y = x[:n], y[:n]
+        if n == 1:  # a row alone shows no mixing: give it company
+            n, x, y = 2, torch.cat([x, torch.zeros_like(x)]), torch.cat([y, y])
         params = {k: p for layer in self.layers for k, p in layer.params().items()}
         with torch.random.fork_rng(), torch.enable_grad():
             torch.manual_seed(0)  # the same dropout masks in both passes
+            grads = self._run(x, y, 1)  # first: its refusals say more than autograd's errors
+            torch.manual_seed(0)
             total = self.loss(self.model(x), y).sum()
             exact = torch.autograd.grad(total, list(params.values()), allow_unused=True)
-            torch.manual_seed(0)
-            grads = self._run(x, y, 1)
         if not all(torch.isfinite(e).all() for e in exact if e is not None):
-            return  # nothing to compare; such samples are dropped by the mechanism
+            return False  # nothing to compare; such samples are dropped by the mechanism
         ours = self.to_params(grads.weighted_sum(x.new_ones(n)))
         for (name, p), e in zip(params.items(), exact, strict=True):
             e = torch.zeros_like(p) if e is None else e
@@ -133,14 +135,18 @@ class PerSample:
                 raise UsageError(f"the per-sample gradients of {name!r} do not add up to autograd's: the parameter is "
                                  "used outside its layer's forward (weight tying, a functional call, a hook); use "
                                  "each layer once, as a module")
-        if n < 2 or any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0
-                        for m in self.model.modules()):
-            return
+        if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0 for m in self.model.modules()):
+            return True
+        ends = [0, n - 1]  # both: the first row is not moved by what runs down the batch
         with torch.no_grad():
-            together, alone = self.model(x)[:1], self.model(x[:1])
-        if not torch.allclose(together, alone, rtol=1e-3, atol=1e-3 * float(together.abs().max())):
-            raise UsageError("the model's output for a sample changes with the other samples of the batch: it mixes "
-                             "samples, so no per-sample gradient exists; make every operation act on one sample")
+            together, alone = self.model(x), torch.cat([self.model(x[i : i + 1]) for i in ends])
+            losses = torch.cat([self.loss(z[None], y[i : i + 1]) for i, z in zip(ends, alone, strict=True)])
+            pairs = (("model's output", together[ends], alone), ("loss", self.loss(together, y)[ends], losses))
+        for what, company, own in pairs:
+            if not torch.allclose(company, own, rtol=1e-3, atol=1e-3 * float(company.abs().max())):
+                raise UsageError(f"the {what} for a sample changes with the other samples of the batch: it mixes "
+                                 "samples, so no per-sample gradient exists; make every operation act on one sample")
+        return True
 
 
 MICRO_BATCH = 64

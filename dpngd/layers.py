@@ -93,7 +93,7 @@ class Factors:
 
     def sq_norms(self) -> Tensor:
         """||g||^2 = <d d', a a'> over pairs of positions; with one position, ||d||^2 ||a||^2."""
-        return ((self.d @ self.d.mT) * (self.a @ self.a.mT)).sum((1, 2))
+        return _pair_sq_norms(self.a, self.d)
 
     def diagonal_sq_norms(self, w: Tensor) -> Tensor:
         if self.a.shape[1] > 1:
@@ -111,6 +111,28 @@ class Factors:
 
     def select(self, keep: Tensor) -> Factors:
         return Factors(self.a[keep], self.d[keep])
+
+
+def _pair_sq_norms(a: Tensor, d: Tensor, one: float = 0.0) -> Tensor:
+    """||sum_s d_s a_s'||^2 = <d d', a a' + one> over pairs of positions, `one` for a bias that a has no column for.
+
+    Where positions cancel, or squares leave float32's range, such a sum is rounding: those samples are redone in
+    float64. No norm counts as less than 1e4 eps of its terms: the clipped sum adds these very terms, and their rounding
+    there must stay small beside C.
+    """
+    if a.shape[1] == 1:
+        rows = [torch.linalg.vector_norm(t[:, 0], dim=1, dtype=torch.float64).square() for t in (a, d)]
+        return ((rows[0] + one) * rows[1]).to(d.dtype)
+    A, D, info = a @ a.mT, d @ d.mT, torch.finfo(d.dtype)
+    n = ((A + one) * D).sum((1, 2))
+    rows = [M.diagonal(dim1=1, dim2=2).double() + t.shape[2] * info.tiny for M, t in ((A, a), (D, d))]
+    terms = ((rows[0] + one) * rows[1]).sum(1)  # an upper bound: squares below `tiny` may be lost
+    lost = ((n < 0.05 * terms) & (terms > 1e-30)).nonzero()[:, 0]
+    if len(lost):
+        d, a = d[lost].double(), a[lost].double()
+        g = d.mT @ a
+        n[lost] = (g.flatten(1).square().sum(1) + one * d.sum(1).square().sum(1)).to(n.dtype)
+    return n.maximum(((1e4 * info.eps) ** 2 * terms).to(n.dtype))
 
 
 class ConvFactors:
@@ -131,9 +153,7 @@ class ConvFactors:
     def sq_norms(self) -> Tensor:
         s = self.spec
         U = self._positions(F.unfold(self.a, s.kernel, s.dilation, s.padding, s.stride))
-        d = self._positions(self.d)
-        gram = U.mT @ U
-        return ((gram + 1 if s.bias else gram) * (d.mT @ d)).sum((1, 2))  # the bias' coordinate is 1 everywhere
+        return _pair_sq_norms(U.mT, self._positions(self.d).mT, one=float(s.bias))  # the bias' coordinate is 1
 
     def diagonal_sq_norms(self, w: Tensor) -> Tensor:
         return self.materialise().square().flatten(1) @ w.flatten()
