@@ -10,7 +10,6 @@ import contextlib
 import re
 import socket
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 from dpngd.data.images import find_images, read_image
 from dpngd.data.npm import OFFICIAL_SHA1, assemble
-from dpngd.data.prepared import Arrays
+from dpngd.data.prepared import Arrays, load_npz
 from dpngd.errors import UsageError
 from dpngd.streams import stream
 from dpngd.vision import torchvision
@@ -117,16 +116,13 @@ def imagenet_npz(folder: Path) -> Arrays | None:
             break
     else:
         return None
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            data, labels = file["data"], file["labels"]
-        pool = _pool(len(data))
-        return {
-            "x": np.ascontiguousarray(data[pool].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)),
-            "y": labels[pool].astype(np.int64) - 1,
-        }
-    except (OSError, ValueError, KeyError, EOFError, IndexError, zipfile.BadZipFile) as error:
-        raise UsageError(f"{path} is not the published ImageNet 32x32 file, or is cut short: {error}") from error
+    stored = load_npz(path, ("data", "labels"))
+    data, labels = stored.get("data"), stored.get("labels")
+    if data is None or labels is None or data.shape != (len(labels), 3072):
+        raise UsageError(f"{path} is not the published ImageNet 32x32: it needs data (n, 3072) and labels (n,)")
+    pool = _pool(len(data))
+    x = np.ascontiguousarray(data[pool].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+    return {"x": x, "y": labels[pool].astype(np.int64) - 1}
 
 
 def imagenet_folder(folder: Path) -> Arrays | None:

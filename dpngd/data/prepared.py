@@ -16,6 +16,7 @@ import hashlib
 import os
 import zipfile
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,15 +118,21 @@ def make(arrays: Arrays, form: Form, source: str) -> Prepared:
     return Prepared(form, arrays, source, digest(arrays, form.wanted))
 
 
-def read(path: Path, form: Form) -> Prepared:
-    """The prepared set in `path`, checked."""
+def load_npz(path: Path, keys: Iterable[str]) -> Arrays:
+    """Those of the named arrays that `path` holds. Python objects in it are never unpickled."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            stored = {key: file[key] for key in {*form.wanted, "source", "digest"} & set(file.files)}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        # Opened here, since numpy leaves a damaged file open.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            return {key: stored[key] for key in keys if key in stored.files}
+    except (OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise UsageError(
             f"{path} cannot be read ({first_line(error)}): damaged or cut short; delete it and fetch again"
         ) from error
+
+
+def read(path: Path, form: Form) -> Prepared:
+    """The prepared set in `path`, checked."""
+    stored = load_npz(path, [*form.wanted, "source", "digest"])
     recorded = {key: str(stored.pop(key)) for key in ("source", "digest") if key in stored}
     check(stored, form, str(path))
     actual = digest(stored, form.wanted)

@@ -73,9 +73,9 @@ def load_public(
 ) -> Public:
     """`size` public images in `shape` (C,H,W), drawn with `seed`; of one seed, smaller sets are parts of larger ones.
 
-    `name` is cifar100, imagenet, photos, noise, dead-leaves or folder:PATH; `a+b` takes equal parts of each (the first
-    ones take what is left over), and moves the labels of the later parts past those of the earlier.
-    `cifar100+imagenet` is the paper's.
+    `name` is cifar100, imagenet, photos, noise, dead-leaves or folder:PATH (`folder:` may be left out where
+    PATH has a slash); `a+b` takes equal parts of each (the first ones take what is left over), and moves the labels of
+    the later parts past those of the earlier. `cifar100+imagenet` is the paper's.
     """
     if not SMALLEST <= size <= LARGEST:
         raise UsageError(f"a public set of {size} images: take from {SMALLEST} to {LARGEST}")
@@ -111,19 +111,19 @@ def check_disjoint(private: Private, public: Public) -> None:
 
 
 def _part(name: str, n: int, seed: int, shape: tuple[int, int, int], root: str | None, download: bool) -> Public:
-    kind, colon, path = name.partition(":")
-    generator = stream(seed, f"public/{kind}")
+    folder = name.removeprefix("folder:") if name.startswith("folder:") or "/" in name else None
+    generator = stream(seed, f"public/{'folder' if folder is not None else name}")
     if name in MADE:
         x = MADE[name](n, shape, generator)
         return Public(name, x, None, None, MADE_FROM[name], _digest(x), tuple(f"{name}[{i}]" for i in range(n)))
-    if colon and kind == "folder":
-        paths = find_images(Path(path).expanduser())
+    if folder is not None:
+        paths = find_images(Path(folder).expanduser())
         if not paths:
             raise UsageError(f"the public set {name} is empty: there are no images in that folder")
         at = _draw(len(paths), n, name, generator)
         x = to_nchw(np.stack([read_image(paths[i], *shape[1:]) for i in at]))
         x = fit(x, shape)
-        return Public(name, x, None, None, f"images in {path}", _digest(x), tuple(str(paths[i]) for i in at))
+        return Public(name, x, None, None, f"images in {folder}", _digest(x), tuple(str(paths[i]) for i in at))
     if name not in POOLS:
         raise unknown("public data set", name, [*PUBLIC, "folder:PATH"])
     prepared = obtain(name, root, download=download)

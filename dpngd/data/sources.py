@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 
 from dpngd.data import npm, originals
-from dpngd.data.prepared import Arrays, Form, Prepared, make, read, write
+from dpngd.data.prepared import Arrays, Form, Prepared, first_line, make, read, write
 from dpngd.errors import UsageError, unknown
 
 Reader = Callable[[Path], Arrays | None]
@@ -117,8 +118,8 @@ def obtain(name: str, root: str | Path | None = None, *, download: bool = True) 
         else:
             try:
                 return _keep(make(fetch(target), source.form, title), target)
-            except (UsageError, OSError) as error:
-                tried.append(f"{title}: {error}")
+            except (UsageError, OSError, HTTPException) as error:
+                tried.append(f"{title}: {first_line(error)}")
     raise UsageError(f"{name} is not to be had; {_where_to_put(source, places)}; tried: {'; '.join(tried)}")
 
 
