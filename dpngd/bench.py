@@ -117,7 +117,7 @@ def own_peak(contender: str, args: argparse.Namespace) -> float:
 
 
 def high_water() -> int:
-    """Peak resident memory of this process so far, in KiB. (Linux hands ru_maxrss on from the parent: not used there.)"""
+    """Peak resident memory of this process so far, in KiB. (Linux hands ru_maxrss on from the parent: not used.)"""
     try:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))

@@ -115,7 +115,7 @@ def dp_ngd(bench: Bench) -> Contender:
     """Ours, whitened at the floor given; the refresh is K-FAC on the public images with its eigendecompositions."""
     geometry = Kronecker()
     per_sample, step = _private(bench, geometry)
-    kfac = KFAC(per_sample.model, bench.public, generator=stream(0, "fisher"))
+    kfac = KFAC(per_sample.model, bench.public, generator=stream(0, "labels"))
 
     def refresh() -> None:
         geometry.set(kfac(), bench.floor)

@@ -66,7 +66,7 @@ class DPNGD(DPOptimizer):
             raise UsageError(f"T_cur is {T_cur}: the curvature is refreshed every T_cur >= 1 steps")
         weight = self.layers[0].module.weight
         x = public_images(public).to(weight)
-        self.kfac = KFAC(model, x, labels=labels, generator=stream(seed, "fisher") if labels != "exact" else None)
+        self.kfac = KFAC(model, x, labels=labels, generator=stream(seed, "labels") if labels != "exact" else None)
         self.schedule = Dynamic(lambda_safe, lambda_safe / 4 if lambda_base is None else lambda_base, T, T1, p)
         self.geometry = Kronecker()
         self.T_cur, self.t = T_cur, 0

@@ -1,0 +1,135 @@
+"""Geometries of the baselines that learn theirs from public gradients: AdaDPS (diagonal) and GEP (subspace).
+
+    method   channels                     L                                R
+    AdaDPS   1                            D^-1, D = sqrt(v) + e            I
+    GEP      2: embedding, residual       V'  and  I - V V'                V e + r
+
+    symbol  shape     meaning
+    v       (d,)      E[g^2] over public samples, one entry a parameter
+    V       (d, k)    orthonormal basis of public gradients, block-diagonal over groups of parameters
+    e, r    (k,), (d,)   noisy embedding and residual
+
+AdaDPS (Li et al., 2022) scales before clipping and never maps back. Theirs squares minibatch means once an epoch; here
+v is the per-sample second moment, refreshed like DP-NGD's curvature and with the same labels: its strong version.
+
+GEP (Yu et al., 2021) clips the embedding V'g to C0 and the residual g - V V'g to C1. Both are functions of the same
+sampled batch, so they are one release of two channels (see `mechanism`), and each gets sqrt(2) times the noise. Theirs
+takes one power iteration a step; here the basis is the exact principal one of the same public gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from dpngd.geometry import EXACT_BELOW
+from dpngd.gradients import Blocks, PerSample, SampleGradients, micro_batches
+
+
+def flatten(blocks: Blocks) -> Tensor:
+    """Blocks -> (d,)."""
+    return torch.cat([b.flatten() for b in blocks])
+
+
+def unflatten(flat: Tensor, like: Blocks) -> Blocks:
+    """(d,) -> blocks of the shapes of `like`."""
+    parts = flat.split([b.numel() for b in like])
+    return [p.view_as(b) for p, b in zip(parts, like, strict=True)]
+
+
+class Diagonal:
+    """L = 1 / (sqrt(v) + e) entry by entry, R = I."""
+
+    def __init__(self, e: float):
+        self.e = e
+        self.scale: Blocks = []
+
+    def set(self, second_moment: Blocks) -> None:
+        """Fix L from public E[g^2]."""
+        self.scale = [1 / (v.sqrt() + self.e) for v in second_moment]
+
+    def sq_norms(self, g: SampleGradients) -> Tensor:
+        norms = [x.diagonal_sq_norms(s.square()) for x, s in zip(g.layers, self.scale, strict=True)]
+        return torch.stack(norms).sum(0).unsqueeze(0)
+
+    def into(self, sums: list[Blocks]) -> list[Blocks]:
+        return [[s * u for s, u in zip(self.scale, blocks, strict=True)] for blocks in sums]
+
+    def back(self, releases: list[Blocks]) -> Blocks:
+        return releases[0]
+
+
+def second_moment(per_sample: PerSample, x: Tensor, y: Tensor) -> Blocks:
+    """E[g^2] over the samples x (n, ...), y (n,)."""
+    total = per_sample.zeros()
+    for g in micro_batches(per_sample, x, y):
+        for v, layer in zip(total, g.layers, strict=True):
+            v += layer.materialise().square().sum(0)
+    return [v / len(y) for v in total]
+
+
+class Subspace:
+    """Two channels: V'g, clipped to C0, and g - V V'g, clipped to C1."""
+
+    def __init__(self, zeros: Blocks):
+        self.like = zeros
+        self.bounds: list[tuple[int, int]] = []
+        self.bases: list[Tensor] = []
+
+    def set(self, bounds: list[tuple[int, int]], bases: list[Tensor]) -> None:
+        """Fix V: group j of the flat vector is [lo, hi), its basis (hi - lo, k_j) orthonormal."""
+        self.bounds, self.bases = bounds, bases
+
+    def embed(self, flat: Tensor) -> Tensor:
+        """V' g for g (..., d): (..., k)."""
+        return torch.cat([flat[..., lo:hi] @ V.to(flat.dtype)
+                          for (lo, hi), V in zip(self.bounds, self.bases, strict=True)], -1)
+
+    def lift(self, e: Tensor) -> Tensor:
+        """V e for e (..., k): (..., d)."""
+        parts = e.split([V.shape[1] for V in self.bases], -1)
+        return torch.cat([p @ V.mT.to(e.dtype) for p, V in zip(parts, self.bases, strict=True)], -1)
+
+    def sq_norms(self, g: SampleGradients) -> Tensor:
+        flat = g.materialise()
+        whole, inside = flat.square().sum(1), self.embed(flat).square().sum(1)
+        outside = whole - inside
+        lost = (outside < EXACT_BELOW * whole).nonzero()[:, 0]
+        if len(lost):  # little is left of the subtraction: form the residual itself
+            exact = flat[lost].double()
+            outside[lost] = (exact - self.lift(self.embed(exact))).square().sum(1).to(outside.dtype)
+        return torch.stack([inside, outside])
+
+    def into(self, sums: list[Blocks]) -> list[Blocks]:
+        first, second = (flatten(blocks).double() for blocks in sums)
+        residual = second - self.lift(self.embed(second))
+        dtype = self.like[0].dtype
+        return [[self.embed(first).to(dtype)], unflatten(residual.to(dtype), self.like)]
+
+    def back(self, releases: list[Blocks]) -> Blocks:
+        (embedding,), residual = releases
+        return [u + r for u, r in zip(unflatten(self.lift(embedding), self.like), residual, strict=True)]
+
+
+def principal_basis(per_sample: PerSample, x: Tensor, y: Tensor, directions: int, groups: int = 3,
+                    ) -> tuple[list[tuple[int, int]], list[Tensor]]:
+    """For each of `groups` equal parts of the flat vector, the principal directions of the public gradients.
+
+    `directions` in all, shared out by the square root of the groups' sizes; no more than public samples span. The
+    principal directions of G (n, d_j) come from its n x n Gram matrix, and a QR makes them orthonormal to rounding.
+    """
+    G = torch.cat([g.materialise() for g in micro_batches(per_sample, x, y)])
+    n, d = G.shape
+    edges = [round(j * d / groups) for j in range(groups + 1)]
+    bounds = list(itertools.pairwise(edges))
+    roots = [math.sqrt(hi - lo) for lo, hi in bounds]
+    bases = []
+    for (lo, hi), root in zip(bounds, roots, strict=True):
+        k = max(1, min(round(directions * root / sum(roots)), n, hi - lo))
+        part = G[:, lo:hi].double()
+        _, vectors = torch.linalg.eigh(part @ part.mT)
+        bases.append(torch.linalg.qr(part.mT @ vectors[:, -k:]).Q.to(G.dtype))
+    return bounds, bases

@@ -1,0 +1,80 @@
+"""The record of a run: its config, what it spent, what it reached, and where it ran."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("torch", "opacus", "numpy")
+NOT_FACTS = ("seconds", "where")
+"""Fields that differ from one run of a config to the next: the rest repeats bit for bit on one machine."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run leaves. Accuracies and losses are of averaged (EMA) and of training weights, as named.
+
+    Losses, norms and clip fractions are computed from private data and are not covered by the privacy guarantee: they
+    are here because the private data of a reproduction are public benchmarks.
+    """
+
+    key: str
+    config: dict
+    status: str  # "ok", or "diverged": its training loss was no longer finite after `steps` steps
+    steps: int
+    accuracy: float | None  # of the averaged weights after the last step; None when diverged
+    evaluations: list[dict]  # step, accuracy and loss on the evaluated part
+    train_loss: list[float]  # mean loss of each batch before its step; None for an empty batch
+    evaluated_on: str  # "test" or "validation"
+    privacy: dict  # q, T, delta, epsilon under prv and rdp, and each part of the budget with its sigma
+    diagnostics: dict  # clip fraction, norm quantiles, clamped share, lambda_t, non-finite samples
+    data: dict  # N, classes, source and digest of the private and the public set
+    parameters: int
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase, and in all
+    where: dict = field(default_factory=dict)  # versions, hardware, commit
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def facts(self) -> dict:
+        """What must be the same when the run is repeated."""
+        return {k: v for k, v in self.to_dict().items() if k not in NOT_FACTS}
+
+
+def where() -> dict:
+    """Versions, hardware and commit of this process."""
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        "cpu": cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "commit": commit(),
+    }
+
+
+@functools.cache
+def cpu() -> str:
+    try:
+        with open("/proc/cpuinfo") as info:
+            return next(line.partition(":")[2].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of the code that runs, with '+' when the work tree differs from it; 'unknown' outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run([*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
