@@ -1,5 +1,6 @@
 """The result store: what is put is got, damage is noticed, two processes do not get in each other's way."""
 
+import fcntl
 import json
 import os
 import pickle
@@ -219,6 +220,27 @@ def test_a_claim_excludes_others_and_ends_with_its_block(store):
     assert not list(store.folder.glob("*.lock"))
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_lock_file_that_was_removed_in_the_meantime_is_no_lock(store, monkeypatch, taken):
+    """Its holder removes it between our open and our lock; then another process may make and lock a new one."""
+    path, flock, others = store.folder / "k.lock", fcntl.flock, []
+
+    def removed_first(handle, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        path.unlink()
+        if taken:
+            others.append(os.open(path, os.O_RDWR | os.O_CREAT))
+            flock(others[0], fcntl.LOCK_EX)
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    with store.claim("k") as mine:
+        assert mine is not taken
+        assert path.exists(), "what is held must be seen by others"
+    for handle in others:
+        os.close(handle)
+
+
 HOLD = """
 import sys, time
 from dpngd.store import Store
@@ -229,9 +251,7 @@ with Store("quick", root=sys.argv[1]).claim("k") as mine:
 
 
 def test_the_claim_of_a_killed_process_is_free(store):
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, store.folder.parent], stdout=subprocess.PIPE, text=True
-    )
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, store.folder.parent], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "True\n"
         assert store.claimed("k")
@@ -311,6 +331,15 @@ def test_readers_never_see_half_an_entry_even_when_writers_are_killed(store):
     assert not list(store.folder.glob(".tmp-*"))
 
 
+def test_whoever_is_reading_the_old_file_reads_all_of_it(tmp_path):
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+    with path.open() as reader:
+        write_atomically(path, "new and longer")
+        assert reader.read() == "old"
+    assert path.read_text() == "new and longer"
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "a.json"
     write_atomically(path, "old")
@@ -329,15 +358,8 @@ def test_a_store_can_be_sent_to_another_process_without_its_records(store):
     assert pickle.loads(sent).get(config()) == store.get(config())
 
 
-NUMBERS = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-)
-VALUES = st.recursive(
-    NUMBERS | st.sampled_from(["", "ε", "\u2028"]), lambda v: st.lists(v, max_size=3), max_leaves=8
-)
+NUMBERS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(NUMBERS | st.sampled_from(["", "ε", "\u2028"]), lambda v: st.lists(v, max_size=3), max_leaves=8)
 
 
 @given(st.dictionaries(st.sampled_from("abc"), VALUES))
