@@ -22,11 +22,19 @@ from __future__ import annotations
 import itertools
 import math
 
+import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dpngd.errors import UsageError
 from dpngd.geometry import EXACT_BELOW
 from dpngd.gradients import Blocks, PerSample, SampleGradients, micro_batches
+
+GROUPS = 3
+LEAST_SHARE = 1e-2
+"""GEP's channel norms count as at least this share of ||g_i||. A gradient that lies almost wholly in the other channel
+would be scaled up by 1 / its share in the sum from which this channel is computed, and float32's rounding of that sum
+would no longer be small beside C_j. Counting a norm as larger only clips more."""
 
 
 def flatten(blocks: Blocks) -> Tensor:
@@ -38,6 +46,18 @@ def unflatten(flat: Tensor, like: Blocks) -> Blocks:
     """(d,) -> blocks of the shapes of `like`."""
     parts = flat.split([b.numel() for b in like])
     return [p.view_as(b) for p, b in zip(parts, like, strict=True)]
+
+
+def draw_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """y ~ softmax(logits), one uniform number a row: neither the size of the parts nor a nan row disturbs the rest."""
+    u = torch.rand(len(logits), 1, dtype=torch.float64, generator=generator)
+    return (logits.double().softmax(1).cumsum(1) < u).sum(1).clamp(max=logits.shape[1] - 1)
+
+
+@torch.no_grad()
+def sampled_labels(model: nn.Module, x: Tensor, generator: torch.Generator) -> Tensor:
+    """y ~ p_theta(. | x), the labels of DP-NGD's Fisher matrix."""
+    return draw_labels(torch.cat([model(part) for part in x.split(500)]), generator)
 
 
 class Diagonal:
@@ -101,7 +121,7 @@ class Subspace:
         if len(lost):  # little is left of the subtraction: form the residual itself
             exact = flat[lost].double()
             outside[lost] = (exact - self.lift(self.embed(exact))).square().sum(1).to(outside.dtype)
-        return torch.stack([inside, outside])
+        return torch.stack([inside, outside]).maximum(LEAST_SHARE**2 * whole)
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         first, second = (flatten(blocks).double() for blocks in sums)
@@ -114,22 +134,40 @@ class Subspace:
         return [u + r for u, r in zip(unflatten(self.lift(embedding), self.like), residual, strict=True)]
 
 
-def principal_basis(per_sample: PerSample, x: Tensor, y: Tensor, directions: int, groups: int = 3,
-                    ) -> tuple[list[tuple[int, int]], list[Tensor]]:
-    """For each of `groups` equal parts of the flat vector, the principal directions of the public gradients.
+def shares(d: int, n: int, directions: int) -> list[tuple[int, int, int]]:
+    """(lo, hi, k) of each group: equal parts of d, `directions` shared out by the roots of their sizes, at most n."""
+    bounds = list(itertools.pairwise(round(j * d / GROUPS) for j in range(GROUPS + 1)))
+    roots = [math.sqrt(hi - lo) for lo, hi in bounds]
+    return [(lo, hi, max(1, min(round(directions * root / sum(roots)), n, hi - lo)))
+            for (lo, hi), root in zip(bounds, roots, strict=True)]
 
-    `directions` in all, shared out by the square root of the groups' sizes; no more than public samples span. The
-    principal directions of G (n, d_j) come from its n x n Gram matrix, and a QR makes them orthonormal to rounding.
+
+def basis_bytes(d: int, n: int, directions: int) -> int:
+    """What `principal_basis` holds at its peak: the public gradients, the basis, and a group's QR in float64."""
+    groups = shares(d, n, directions)
+    return 4 * n * d + sum(4 * (hi - lo) * k for lo, hi, k in groups) + max(24 * (hi - lo) * k for lo, hi, k in groups)
+
+
+def check_memory(d: int, n: int, directions: int) -> None:
+    """An error where the basis would not fit, before the machine finds out."""
+    need, free = basis_bytes(d, n, directions), psutil.virtual_memory().available
+    if need > 0.8 * free:
+        raise UsageError(f"GEP's basis of {n} public gradients of {d:,} parameters needs {need / 2**30:.1f} GiB, "
+                         f"{free / 2**30:.1f} GiB are free: take fewer public images or directions")
+
+
+def principal_basis(per_sample: PerSample, x: Tensor, y: Tensor, directions: int,
+                    ) -> tuple[list[tuple[int, int]], list[Tensor]]:
+    """For each of three equal parts of the flat vector, the principal directions of the public gradients.
+
+    `directions` in all, no more in a part than public samples span. The principal directions of G (n, d_j) come from
+    its n x n Gram matrix, and a QR makes them orthonormal to rounding, whatever G's rank.
     """
     G = torch.cat([g.materialise() for g in micro_batches(per_sample, x, y)])
-    n, d = G.shape
-    edges = [round(j * d / groups) for j in range(groups + 1)]
-    bounds = list(itertools.pairwise(edges))
-    roots = [math.sqrt(hi - lo) for lo, hi in bounds]
-    bases = []
-    for (lo, hi), root in zip(bounds, roots, strict=True):
-        k = max(1, min(round(directions * root / sum(roots)), n, hi - lo))
-        part = G[:, lo:hi].double()
-        _, vectors = torch.linalg.eigh(part @ part.mT)
-        bases.append(torch.linalg.qr(part.mT @ vectors[:, -k:]).Q.to(G.dtype))
+    bounds, bases = [], []
+    for lo, hi, k in shares(G.shape[1], len(G), directions):
+        _, vectors = torch.linalg.eigh((G[:, lo:hi] @ G[:, lo:hi].mT).double())
+        span = G[:, lo:hi].mT @ vectors[:, -k:].to(G.dtype)
+        bases.append(torch.linalg.qr(span.double()).Q.to(G.dtype))
+        bounds.append((lo, hi))
     return bounds, bases

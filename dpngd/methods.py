@@ -1,29 +1,32 @@
 """The methods of the paper's tables by name: how each is built around the one mechanism.
 
-A method fixes a geometry before each batch is drawn (`prepare`), and says what the mechanism clips to and how much
-noise it adds. Adding one is an entry in `BUILDERS`, a geometry, and its row in `config.METHODS`.
+A method fixes a geometry before each batch is drawn (`prepare`), and says what the mechanism clips to. Adding one is a
+row of `config.METHODS`, an entry of `BUILDERS`, and a geometry where none of those here is the right one.
 
-    name                   releases a step                        noise multiplier calibrated to
-    dp-sgd, dp-sgd-pt      gradient sum, sensitivity C            (epsilon, delta)
-    adadps                 scaled gradient sum, C                 (epsilon, delta)
-    gep                    embedding C0 and residual C1, jointly  (epsilon, delta), noise sqrt(2) larger on each
-    dp-ngd and its arms    whitened gradient sum, C               (epsilon, delta)
-    dp-ngd-private-f       as dp-ngd; every T_cur steps also      (1-f)(epsilon, delta) for the gradients and
-                           K-FAC factors, 2 channels              f (epsilon, delta) for the factors, PRV each
+    name                   releases a step                           noise multiplier calibrated to
+    dp-sgd, dp-sgd-pt      gradient sum, sensitivity C               (epsilon, delta)
+    adadps                 scaled gradient sum, C                    (epsilon, delta)
+    gep                    embedding sum C0 and residual sum C1      (epsilon, delta), noise sqrt(2) larger on each
+    dp-ngd and its arms    gradient sum under F~'s power, C          (epsilon, delta)
+    dp-ngd-private-f       as dp-ngd; every T_cur steps also         (1-f)(epsilon, delta) for the gradients and
+                           K-FAC factors, 1 and curvature_C          f (epsilon, delta) for the factors, PRV each
+
+The guarantee of a method stands in the docstring of its builder. All are for adding or removing one sample, under
+Poisson sampling at rate q = B/N, and all rest on the mechanism's own (see `mechanism`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from dpngd import privacy
-from dpngd.baselines import Diagonal, Subspace, principal_basis, second_moment
+from dpngd.baselines import Diagonal, Subspace, check_memory, principal_basis, sampled_labels, second_moment
 from dpngd.clamping import Dynamic, Fixed, NoFloor, Schedule
 from dpngd.config import RunConfig
 from dpngd.curvature import KFAC, LayerCurvature
@@ -33,31 +36,51 @@ from dpngd.mechanism import GaussianMechanism, Geometry
 from dpngd.private_curvature import PrivateKFAC
 from dpngd.streams import stream
 
-
-@dataclass
-class Setting:
-    """What a method may use. `draw` gives a fresh Poisson batch of the private set as micro-batches (x, y)."""
-
-    config: RunConfig
-    per_sample: PerSample
-    q: float
-    N: int
-    public: Tensor | None
-    draw: Callable[[], Iterable[tuple[Tensor, Tensor]]]
-
-    def calibrate(self, budget: privacy.Budget, T: int) -> float:
-        return privacy.calibrate(budget.epsilon, budget.delta, self.q, T, N=self.N)
+CURVATURE_SHARE = {"dp-ngd-private-20": 0.2, "dp-ngd-private-50": 0.5}
+"""The fraction f of epsilon and of delta that a private curvature costs."""
 
 
 @dataclass(frozen=True)
 class Spend:
-    """One part of the budget: what it is for, and the releases that use it up."""
+    """One part of the budget: what it is for, its noise multiplier, and that it pays a release every `every` steps."""
 
     purpose: str
     epsilon: float
     delta: float
     sigma: float
-    releases: int
+    every: int = 1
+
+    def releases(self, steps: int) -> int:
+        """How many releases there are in this many steps (the first is in step 0)."""
+        return math.ceil(steps / self.every)
+
+    def spent(self, q: float, steps: int, accountant: str = "prv") -> float:
+        return privacy.spent(self.sigma, q, self.releases(steps), self.delta, accountant)
+
+
+def plan(config: RunConfig, q: float, N: int) -> list[Spend]:
+    """What the budget of a run pays for, gradients first, each part calibrated by PRV. Needs no data, only q and N."""
+    whole, c = privacy.Budget(config.epsilon, config.delta), config
+
+    def part(purpose: str, budget: privacy.Budget, every: int = 1) -> Spend:
+        return Spend(purpose, *budget, privacy.calibrate(*budget, q, math.ceil(c.T / every), N=N), every)
+
+    if c.method not in CURVATURE_SHARE:
+        return [part("gradients", whole)]
+    curvature, gradients = privacy.split(*whole, CURVATURE_SHARE[c.method])
+    return [part("gradients", gradients), part("curvature", curvature, c.T_cur)]
+
+
+@dataclass
+class Setting:
+    """What a method may use. `draw` gives a Poisson batch of the private set for releases of the method's own."""
+
+    config: RunConfig
+    per_sample: PerSample
+    spends: list[Spend]
+    shape: tuple[int, ...]  # (C, H, W) of an image
+    public: Tensor | None = None
+    draw: Callable[[], Iterable[tuple[Tensor, Tensor]]] | None = None
 
 
 @dataclass
@@ -66,9 +89,8 @@ class Method:
 
     geometry: Geometry
     mechanism: GaussianMechanism
-    spends: list[Spend]
     prepare: Callable[[int], None] = lambda t: None
-    diagnose: Callable[[], dict] = field(default=dict)
+    diagnose: Callable[[], dict[str, float]] = dict
 
 
 def build(setting: Setting) -> Method:
@@ -76,82 +98,103 @@ def build(setting: Setting) -> Method:
     return BUILDERS[setting.config.method](setting)
 
 
-def _gradient_spend(setting: Setting, budget: privacy.Budget | None = None) -> Spend:
-    c = setting.config
-    budget = budget or privacy.Budget(c.epsilon, c.delta)
-    return Spend("gradients", *budget, setting.calibrate(budget, c.T), c.T)
-
-
-def _single(setting: Setting, geometry: Geometry, spend: Spend, **extra) -> Method:
-    mechanism = GaussianMechanism((setting.config.C,), spend.sigma, setting.config.B)
-    return Method(geometry, mechanism, [spend], **extra)
-
-
 def euclidean(setting: Setting) -> Method:
-    """DP-SGD: clip and noise in parameter space."""
-    return _single(setting, Euclidean(), _gradient_spend(setting))
+    """DP-SGD: clip and add noise in parameter space. DP-SGD-PT is the same from another start (`train.initial_model`).
+
+    Guarantee: T releases of the gradient sum, sensitivity C, noise sigma C; (epsilon, delta) by PRV. The start of
+    DP-SGD-PT depends on public images only, so it costs nothing.
+    """
+    return Method(Euclidean(), _mechanism(setting))
 
 
 def adadps(setting: Setting) -> Method:
-    """Gradients divided by the root of their public second moment before clipping."""
+    """AdaDPS: gradients divided by the root of their public second moment before clipping; never mapped back.
+
+    Guarantee: T releases of the sum of D^-1 g, sensitivity C, noise sigma C; (epsilon, delta) by PRV. D is a function
+    of public images, and of weights that were released before: it costs nothing.
+    """
     c, geometry = setting.config, Diagonal(setting.config.adadps_e)
-    labels, plain = stream(c.seed, "labels"), PerSample(setting.per_sample.model, check=False)
+    plain, labels = PerSample(setting.per_sample.model, check=False), stream(c.seed, "labels")
 
-    def prepare(t: int) -> None:
-        if t % c.T_cur == 0:
-            y = _sampled_labels(plain, setting.public, labels)
-            geometry.set(second_moment(plain, setting.public, y))
+    def refresh() -> None:
+        geometry.set(second_moment(plain, setting.public, sampled_labels(plain.model, setting.public, labels)))
 
-    return _single(setting, geometry, _gradient_spend(setting), prepare=prepare)
+    return Method(geometry, _mechanism(setting), _every(c.T_cur, refresh))
 
 
 def gep(setting: Setting) -> Method:
-    """Embedding in a public gradient subspace, and the residual, each clipped and noised."""
-    c, spend = setting.config, _gradient_spend(setting)
-    plain = PerSample(setting.per_sample.model, check=False)
-    geometry = Subspace(setting.per_sample.zeros())
+    """GEP: the embedding in a public gradient subspace, and the residual, each clipped and noised.
+
+    Guarantee: T releases of two channels, embedding sum with sensitivity C0 and residual sum with sensitivity C1. Both
+    are functions of one sample of the batch, so scaled by 1/C0 and 1/C1 they move by sqrt(2) together: the noise is
+    sqrt(2) sigma C0 and sqrt(2) sigma C1, and (epsilon, delta) follows by PRV as for one channel. (The published code
+    counts them as two subsampled releases with noise sigma each.) The subspace is public and costs nothing.
+    """
+    c, model = setting.config, setting.per_sample.model
+    plain, geometry = PerSample(model, check=False), Subspace(setting.per_sample.zeros())
+    check_memory(sum(z.numel() for z in geometry.like), len(setting.public), c.gep_directions)
     with torch.no_grad():
-        classes = plain.model(setting.public[:1]).shape[1]
+        classes = model(setting.public[:1]).shape[1]
     y = torch.randint(classes, (len(setting.public),), generator=stream(c.seed, "labels"))  # drawn once, as theirs
 
-    def prepare(t: int) -> None:
-        if t % c.T_cur == 0:
-            geometry.set(*principal_basis(plain, setting.public, y, c.gep_directions))
+    def refresh() -> None:
+        geometry.set(*principal_basis(plain, setting.public, y, c.gep_directions))
 
-    return Method(geometry, GaussianMechanism((c.C0, c.C1), spend.sigma, c.B), [spend], prepare)
+    return Method(geometry, _mechanism(setting, c.C0, c.C1), _every(c.T_cur, refresh))
 
 
 def natural(setting: Setting, *, left: float = -0.5, right: float = -0.5, clamp: str = "product",
-            floor: str = "dynamic", labels: str = "sampled", private: float = 0.0) -> Method:
-    """DP-NGD (Algorithm 2) and its arms: which powers of F~ stand before and after, how it is clamped, whose data."""
-    c = setting.config
-    geometry, schedule = Kronecker(left, right, clamp), _schedule(c, floor)
-    if private:
-        share, rest = privacy.split(c.epsilon, c.delta, private)
-        releases = math.ceil(c.T / c.T_cur)
-        spends = [_gradient_spend(setting, rest),
-                  Spend("curvature", *share, setting.calibrate(share, releases), releases)]
-        noisy = PrivateKFAC(PerSample(setting.per_sample.model, check=False), c.curvature_C, spends[1].sigma, c.B,
-                            stream(c.seed, "curvature-noise"))
+            floor: str = "dynamic", labels: str = "sampled") -> Method:
+    """DP-NGD (Algorithm 2) and its public arms: the powers of F~ before and after, how F is clamped, whose labels.
 
-        def estimate() -> list[LayerCurvature]:
-            return noisy(setting.draw())
-    else:
-        spends = [_gradient_spend(setting)]
-        generator = stream(c.seed, "labels") if labels != "exact" else None
-        estimate = KFAC(setting.per_sample.model, setting.public, labels=labels, generator=generator)
-    cache: list[LayerCurvature] = []
+    Guarantee: T releases of the sum of F~^left g, sensitivity C, noise sigma C; (epsilon, delta) by PRV. F comes from
+    public images at weights that were released before, and lambda_t is a function of t: both cost nothing. F~^right
+    comes after the noise and is post-processing. Sums are float32: rounding reaches the release times the root of F~'s
+    condition number, which is far below the noise with a floor; without one (`dp-ngd-no-floor`) it is up to 1e6 * 6e-8
+    of C, and the guarantee is that of exact arithmetic only.
+    """
+    c = setting.config
+    generator = None if labels == "exact" else stream(c.seed, "labels")
+    estimate = KFAC(setting.per_sample.model, setting.public, labels=labels, generator=generator)
+    return _whitened(setting, Kronecker(left, right, clamp), _schedule(c, floor), estimate)
+
+
+def natural_private(setting: Setting) -> Method:
+    """DP-NGD with curvature from the private set, paid for with a fraction f of the budget (the paper's Table 3).
+
+    Guarantee: ceil(T / T_cur) releases of two channels (see `private_curvature`), calibrated by PRV to (f epsilon,
+    f delta), and T releases of the sum of F~^-1/2 g, sensitivity C, calibrated by PRV to the rest. Basic composition
+    makes that (epsilon, delta); the curvature is a released quantity, so whitening with it is post-processing.
+    """
+    c, (_, paid) = setting.config, setting.spends
+    private = PerSample(setting.per_sample.model, K=c.K, check=False)
+    noisy = PrivateKFAC(private, setting.shape, c.curvature_C, paid.sigma, c.B, labels=stream(c.seed, "labels"),
+                        noise=stream(c.seed, "curvature-noise"))
+    return _whitened(setting, Kronecker(), _schedule(c, "dynamic"), lambda: noisy(setting.draw()))
+
+
+def _mechanism(setting: Setting, *clips: float) -> GaussianMechanism:
+    c = setting.config
+    return GaussianMechanism(clips or (c.C,), setting.spends[0].sigma, c.B)
+
+
+def _every(n: int, refresh: Callable[[], None]) -> Callable[[int], None]:
+    return lambda t: refresh() if t % n == 0 else None
+
+
+def _whitened(setting: Setting, geometry: Kronecker, schedule: Schedule,
+              estimate: Callable[[], list[LayerCurvature]]) -> Method:
+    """Modules 1 and 2 of Algorithm 2: F every T_cur steps, its floor lambda_t every step."""
+    dtype = setting.per_sample.zeros()[0].dtype
 
     def prepare(t: int) -> None:
-        if t % c.T_cur == 0:
-            cache[:] = [estimate()]
-        geometry.set(cache[0], schedule(t))
+        F = estimate() if t % setting.config.T_cur == 0 else geometry.curvature
+        geometry.set(F, schedule(t), dtype)
 
-    def diagnose() -> dict:
+    def diagnose() -> dict[str, float]:
         return {"lambda_t": geometry.lambda_t, "clamped_share": geometry.clamped_share()}
 
-    mechanism = GaussianMechanism((c.C,), spends[0].sigma, c.B)
-    return Method(geometry, mechanism, spends, prepare, diagnose)
+    return Method(geometry, _mechanism(setting), prepare, diagnose)
 
 
 def _schedule(c: RunConfig, floor: str) -> Schedule:
@@ -160,16 +203,9 @@ def _schedule(c: RunConfig, floor: str) -> Schedule:
     return Fixed(c.lambda_safe) if floor == "fixed" else Dynamic(c.lambda_safe, c.lambda_base, c.T, c.T1, c.p)
 
 
-def _sampled_labels(per_sample: PerSample, x: Tensor, generator: torch.Generator) -> Tensor:
-    """y ~ p_theta(. | x), the labels of DP-NGD's Fisher, for baselines that need public gradients."""
-    with torch.no_grad():
-        p = torch.cat([per_sample.model(part).softmax(1) for part in x.split(500)])
-    return torch.multinomial(p, 1, generator=generator)[:, 0]
-
-
 BUILDERS: dict[str, Callable[[Setting], Method]] = {
     "dp-sgd": euclidean,
-    "dp-sgd-pt": euclidean,  # it differs in where it starts: see train.initial_model
+    "dp-sgd-pt": euclidean,
     "adadps": adadps,
     "gep": gep,
     "dp-ngd": natural,
@@ -181,6 +217,6 @@ BUILDERS: dict[str, Callable[[Setting], Method]] = {
     "dp-ngd-one-sided": partial(natural, right=0.0),
     "dp-ngd-labels-exact": partial(natural, labels="exact"),
     "dp-ngd-labels-random": partial(natural, labels="random"),
-    "dp-ngd-private-20": partial(natural, private=0.2),
-    "dp-ngd-private-50": partial(natural, private=0.5),
+    "dp-ngd-private-20": natural_private,
+    "dp-ngd-private-50": natural_private,
 }

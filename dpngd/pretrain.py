@@ -1,4 +1,6 @@
-"""DP-SGD-PT: start from weights that were trained on the public set. Public data only, so it costs no privacy.
+"""DP-SGD-PT: start from weights that were trained on the public set.
+
+Guarantee: nothing here sees a private image, so the start is a constant to the mechanism and costs no privacy.
 
 With labels, the task is their classification under a temporary head; without, it is telling by how many quarter turns
 an image was rotated. The body is kept, the head for the private task starts anew.
@@ -28,10 +30,9 @@ def pretrained(name: str, *, x: Tensor, y: Tensor | None, public_classes: int | 
         rows = torch.randint(len(x), (min(BATCH, len(x)),), generator=order)
         images, targets = (x[rows], y[rows]) if y is not None else rotated(x[rows], order)
         optimizer.zero_grad()
-        loss = F.cross_entropy(teacher(images), targets)
-        loss.backward()
+        F.cross_entropy(teacher(images), targets).backward()
         optimizer.step()
-    if not torch.isfinite(loss):
+    if not all(p.isfinite().all() for p in teacher.parameters()):
         raise UsageError(f"pre-training diverged at rate pt_eta = {eta}: lower it")
     head = head_name(model)
     body = {k: v for k, v in teacher.state_dict().items() if not k.startswith(f"{head}.")}

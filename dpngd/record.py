@@ -10,9 +10,10 @@ import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import psutil
 import torch
 
-PACKAGES = ("torch", "opacus", "numpy")
+PACKAGES = ("torch", "torchvision", "opacus", "numpy", "scikit-learn")
 NOT_FACTS = ("seconds", "where")
 """Fields that differ from one run of a config to the next: the rest repeats bit for bit on one machine."""
 
@@ -27,17 +28,17 @@ class Record:
 
     key: str
     config: dict
-    status: str  # "ok", or "diverged": its training loss was no longer finite after `steps` steps
+    status: str  # "ok", or "diverged": after `steps` steps its weights, its loss or its curvature were not finite
     steps: int
     accuracy: float | None  # of the averaged weights after the last step; None when diverged
-    evaluations: list[dict]  # step, accuracy and loss on the evaluated part
-    train_loss: list[float]  # mean loss of each batch before its step; None for an empty batch
+    evaluations: list[dict]  # step, accuracy and loss of the averaged weights on the evaluated part
+    train_loss: list[float | None]  # of each batch before its step; None where it is not finite, or the batch empty
     evaluated_on: str  # "test" or "validation"
-    privacy: dict  # q, T, delta, epsilon under prv and rdp, and each part of the budget with its sigma
-    diagnostics: dict  # clip fraction, norm quantiles, clamped share, lambda_t, non-finite samples
+    privacy: dict  # q, T, B, delta, sigma, sensitivity and noise by channel, epsilon (prv, rdp), and the budget's parts
+    diagnostics: dict  # clip fraction, norm quantiles, clamped share, lambda_t, weight norm, non-finite samples
     data: dict  # N, classes, source and digest of the private and the public set
     parameters: int
-    seconds: dict[str, float] = field(default_factory=dict)  # by phase, and in all
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase (see `log`), and in all
     where: dict = field(default_factory=dict)  # versions, hardware, commit
 
     def to_dict(self) -> dict:
@@ -54,6 +55,7 @@ def where() -> dict:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
         "cpu": cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1), "system": platform.system(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "commit": commit(),
     }
