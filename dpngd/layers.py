@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpngd.second_moments import keeps_size, patch_moment
+
 
 class LayerGradient(Protocol):
     """Per-sample gradients g_i of one layer."""
@@ -46,6 +48,9 @@ class LayerGradient(Protocol):
 
     def select(self, keep: Tensor) -> LayerGradient:
         """The same for the samples whose indices are in `keep` only."""
+
+    def double(self) -> LayerGradient:
+        """The same in float64."""
 
 
 class Dense:
@@ -84,6 +89,9 @@ class Dense:
     def select(self, keep: Tensor) -> Dense:
         return Dense(self.w[keep], None if self.bias is None else self.bias[keep])
 
+    def double(self) -> Dense:
+        return Dense(self.w.double(), None if self.bias is None else self.bias.double())
+
 
 class Factors:
     """A linear layer's a (b, S, I), a 1 appended for the bias, and d (b, S, O). With S = 1, g_i has rank one."""
@@ -112,13 +120,16 @@ class Factors:
     def select(self, keep: Tensor) -> Factors:
         return Factors(self.a[keep], self.d[keep])
 
+    def double(self) -> Factors:
+        return Factors(self.a.double(), self.d.double())
+
 
 def _pair_sq_norms(a: Tensor, d: Tensor, one: float = 0.0) -> Tensor:
     """||sum_s d_s a_s'||^2 = <d d', a a' + one> over pairs of positions, `one` for a bias that a has no column for.
 
     Where positions cancel, or squares leave float32's range, such a sum is rounding: those samples are redone in
-    float64. No norm counts as less than 1e4 eps of its terms: the clipped sum adds these very terms, and their rounding
-    there must stay small beside C.
+    float64. No norm counts as less than 1e5 eps of its terms: the clipped sum adds these very terms, and their rounding
+    there must stay below 1e-5 C.
     """
     if a.shape[1] == 1:
         rows = [torch.linalg.vector_norm(t[:, 0], dim=1, dtype=torch.float64).square() for t in (a, d)]
@@ -132,7 +143,7 @@ def _pair_sq_norms(a: Tensor, d: Tensor, one: float = 0.0) -> Tensor:
         d, a = d[lost].double(), a[lost].double()
         g = d.mT @ a
         n[lost] = (g.flatten(1).square().sum(1) + one * d.sum(1).square().sum(1)).to(n.dtype)
-    return n.maximum(((1e4 * info.eps) ** 2 * terms).to(n.dtype))
+    return n.maximum(((1e5 * info.eps) ** 2 * terms).to(n.dtype))
 
 
 class ConvFactors:
@@ -177,6 +188,9 @@ class ConvFactors:
     def select(self, keep: Tensor) -> ConvFactors:
         rows = (keep[:, None] * self.K + torch.arange(self.K, device=keep.device)).flatten()
         return ConvFactors(self.spec, self.a[rows], self.d[rows], self.K)
+
+    def double(self) -> ConvFactors:
+        return ConvFactors(self.spec, self.a.double(), self.d.double(), self.K)
 
 
 class ConvSpec:
@@ -250,12 +264,16 @@ class ConvSpec:
 
     def second_moment(self, a: Tensor, H: int, W: int) -> Tensor:
         """sum over images and positions of a a', a 1 appended for the bias: (R, I, I)."""
-        if self.pad is not None:
-            a = F.pad(a, self.pad[0], mode=self.pad[1])
-        U = self.patches(a, H, W).permute(1, 2, 3, 4, 0, 5, 6).reshape(self.R, self.I, -1)
-        A = U @ U.mT
+        same_size = keeps_size(self.kernel, self.stride, self.padding, self.dilation, self.R)
+        if same_size and self.pad is None and min(H, W) >= 16:  # below that, unfolding is no dearer
+            A, ones = (t.unsqueeze(0) for t in patch_moment(a, self.kernel[0]))
+        else:
+            if self.pad is not None:
+                a = F.pad(a, self.pad[0], mode=self.pad[1])
+            U = self.patches(a, H, W).permute(1, 2, 3, 4, 0, 5, 6).reshape(self.R, self.I, -1)
+            A, ones = U @ U.mT, U.sum(2)
         if not self.bias:
             return A
-        ones = U.sum(2, keepdim=True)
-        last = torch.cat([ones.mT, ones.new_full((self.R, 1, 1), U.shape[2])], 2)
+        ones = ones.unsqueeze(2)
+        last = torch.cat([ones.mT, ones.new_full((self.R, 1, 1), len(a) * H * W)], 2)
         return torch.cat([torch.cat([A, ones], 2), last], 1)
