@@ -56,6 +56,8 @@ class LayerCurvature:
 
 
 def _eigh(M: Tensor) -> tuple[Tensor, Tensor]:
+    if not M.isfinite().all():
+        raise FloatingPointError("a curvature factor is not finite: training has diverged")
     values, vectors = torch.linalg.eigh(M.double())
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
 
@@ -71,6 +73,8 @@ class KFAC:
             raise UsageError("the public set is empty: curvature needs at least one image")
         if (labels == "given") != (y is not None):
             raise UsageError("labels='given' and y belong together: pass both or neither")
+        if y is not None and len(y) != len(x):
+            raise UsageError(f"{len(y)} public labels for {len(x)} images: pass one label an image")
         if labels in ("sampled", "random") and generator is None:
             raise UsageError(f"labels={labels!r} draws labels: pass a generator")
         self.model, self.x, self.y, self.labels = model, x, y, labels
@@ -104,6 +108,8 @@ class KFAC:
         if logits.dim() != 2:
             raise UsageError(f"the model's output has shape {tuple(logits.shape)}: the Fisher matrix here is a "
                              "classifier's, so it must be (images, classes)")
+        if not logits.isfinite().all():
+            raise FloatingPointError("the model's output on public images is not finite: training has diverged")
         p = logits.softmax(1)
         n, classes = p.shape
         if self.labels == "exact":
@@ -112,7 +118,8 @@ class KFAC:
         if self.labels == "given":
             y = self.y[lo : lo + n]
             if y.min() < 0 or y.max() >= classes:
-                raise UsageError(f"a public label is {int(y.max())}, but the model has {classes} classes: use "
+                worst = int(y.min() if y.min() < 0 else y.max())
+                raise UsageError(f"a public label is {worst}, but the model has {classes} classes: use "
                                  "labels='sampled', which needs no labels")
         elif self.labels == "random":
             y = torch.randint(classes, (n,), generator=self.generator).to(p.device)

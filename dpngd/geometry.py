@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dpngd.curvature import LayerCurvature
 from dpngd.gradients import Blocks, SampleGradients
-from dpngd.layers import LayerGradient
+from dpngd.layers import LayerGradient, weighted_energy
 
 EXACT_BELOW = 0.05
 """A norm below this share of what it was subtracted from is recomputed: float32's 3e-7 / 0.05 is within 1e-5."""
@@ -89,20 +89,15 @@ class ClampedLayer:
         if self.whole:
             P = g.project(*self.Q32)
             # Nothing is subtracted, but P's rounding is weighted too: it costs the root of what a subtraction costs.
-            return _weighted_energy(P, scale), 0.02 * _weighted_energy(P, scale.max().expand_as(scale))
+            return weighted_energy(P, scale), 0.02 * weighted_energy(P, scale.max().expand_as(scale))
         energy = base * g.sq_norms()
         if not self.Lam.numel():
             return energy, energy
-        return energy + _weighted_energy(g.project(*self.Q32), scale - base), energy
+        return energy + weighted_energy(g.project(*self.Q32), scale - base), energy
 
     def exact_sq_norms(self, g: LayerGradient, power: float) -> Tensor:
         """The same without subtracting: in float64 on the dense gradient."""
-        return self.apply(g.materialise().double(), power).flatten(1).square().sum(1)
-
-
-def _weighted_energy(P: Tensor, w: Tensor) -> Tensor:
-    """sum(P^2 * w) a sample: P (b, R, m, k), w (R, m, k)."""
-    return P.square().flatten(1) @ w.to(P.dtype).flatten()
+        return self.apply(g.double().materialise(), power).flatten(1).square().sum(1)
 
 
 class Kronecker:

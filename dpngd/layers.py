@@ -53,6 +53,12 @@ class LayerGradient(Protocol):
         """The same in float64."""
 
 
+def weighted_energy(g: Tensor, w: Tensor) -> Tensor:
+    """sum(g^2 * w) a sample. Long dot products in float32 are off by 1e-4, as sums in one run are; `sum` is not."""
+    g, w = g.square().flatten(1), w.to(g.dtype).flatten()
+    return g @ w if len(w) <= 2**14 else g.mul_(w).sum(1)
+
+
 class Dense:
     """g itself, its bias column kept apart so that no layer has to be copied to append it."""
 
@@ -60,12 +66,12 @@ class Dense:
         self.w, self.bias = w, bias  # (b, R, O, I_w) and (b, R, O)
 
     def sq_norms(self) -> Tensor:
-        n = torch.linalg.vector_norm(self.w.flatten(1), dim=1).square()
+        n = torch.linalg.vector_norm(self.w, dim=-1).flatten(1).square().sum(1)  # in rows: see `weighted_energy`
         return n if self.bias is None else n + self.bias.flatten(1).square().sum(1)
 
     def diagonal_sq_norms(self, w: Tensor) -> Tensor:
-        n = self.w.square().flatten(1) @ w[..., : self.w.shape[-1]].flatten()
-        return n if self.bias is None else n + self.bias.square().flatten(1) @ w[..., -1].flatten()
+        n = weighted_energy(self.w, w[..., : self.w.shape[-1]])
+        return n if self.bias is None else n + weighted_energy(self.bias, w[..., -1])
 
     def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
         I = self.w.shape[-1]
@@ -105,7 +111,7 @@ class Factors:
 
     def diagonal_sq_norms(self, w: Tensor) -> Tensor:
         if self.a.shape[1] > 1:
-            return self.materialise().square().flatten(1) @ w.flatten()
+            return weighted_energy(self.materialise(), w)
         return ((self.d[:, 0].square() @ w[0]) * self.a[:, 0].square()).sum(1)
 
     def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
@@ -167,7 +173,7 @@ class ConvFactors:
         return _pair_sq_norms(U.mT, self._positions(self.d).mT, one=float(s.bias))  # the bias' coordinate is 1
 
     def diagonal_sq_norms(self, w: Tensor) -> Tensor:
-        return self.materialise().square().flatten(1) @ w.flatten()
+        return weighted_energy(self.materialise(), w)
 
     def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
         s, k = self.spec, Q_A.shape[-1]

@@ -364,7 +364,7 @@ def test_norms_of_gradients_whose_positions_cancel(wide, gap):
     terms = (d.double().square().sum(2) * U.double().square().sum(2)).sum(1)  # what the Gram formula adds up
     n = ours.sq_norms()
     assert (n >= exact * (1 - 2e-5)).all()
-    resolved = 2.5e-3**2 * terms  # below this, float32 does not hold g to 1e-4 either
+    resolved = 1.25e-2**2 * terms  # below this, float32 does not hold g to 1e-5 either
     assert (n <= torch.maximum(exact * (1 + 2e-5), resolved)).all()
 
 
@@ -376,7 +376,16 @@ def test_norms_do_not_underflow(a, d, S):
     n = Factors(a * rows[..., :8], d * rows).sq_norms().double().sqrt()
     exact = 80**0.5 * S * a * d
     assert (n >= 0.9999 * exact - 1e-20).all()
-    assert (n <= 1.0001 * exact + 1e-2).all()
+    assert (n <= 1.0001 * exact + 0.1).all()
+
+
+def test_norms_of_large_layers_do_not_drift():
+    """A layer of WRN-16-4 has 590,000 weights; float32 sums of that length in one run are off by more than 1e-5."""
+    w = torch.rand(2, 1, 512, 4096, generator=stream(0, "large"))
+    ours, exact = Dense(w), w.double().square()
+    torch.testing.assert_close(ours.sq_norms().double(), exact.flatten(1).sum(1), rtol=2e-6, atol=0)
+    weighted = (exact * w[0].double()).flatten(1).sum(1)
+    torch.testing.assert_close(ours.diagonal_sq_norms(w[0]).double(), weighted, rtol=2e-6, atol=0)
 
 
 # ---------------------------------------------------------------------------------------------------- refusals
