@@ -202,7 +202,7 @@ class ConvFactors:
 class ConvSpec:
     """The geometry of a convolution, and the ways to its per-sample gradients.
 
-    Which way is fastest depends on the shapes (measured on CPU cores, see `python -m dpngd.bench --layers`):
+    Which way is fastest depends on the shapes (as measured on CPU cores):
     - few input channels, or 1x1: unfold, then one matrix product a sample;
     - K >= 8 views: an ordinary weight gradient for each sample, whose batch is the sample's views;
     - else: the weight gradient of one convolution with a group for every sample.

@@ -1,0 +1,31 @@
+"""What the README shows is run, not believed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_opacus_example_runs_and_learns():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    accuracy, epsilon = map(float, re.fullmatch(r"accuracy (\S+) at epsilon (\S+)", done.stdout.strip()).groups())
+    assert accuracy > 0.75  # chance is 0.1
+    assert epsilon <= 4.0
+
+
+def test_the_commands_it_names_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert {"figures", "test"} <= set(re.findall(r"make ([a-z]+)", README)) <= targets
+    for module in set(re.findall(r"python -m (dpngd\.\w+)", README)):
+        done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
+        assert done.returncode == 0, (module, done.stderr)
+
+
+def test_the_files_it_names_exist():
+    for path in re.findall(r"\]\(((?!http)[^)#]+)\)", README):
+        assert (ROOT / path).exists(), path
