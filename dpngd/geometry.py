@@ -35,11 +35,19 @@ EXACT_BELOW = 0.05
 """A norm below this share of what it was subtracted from is recomputed: float32's 3e-7 / 0.05 is within 1e-5."""
 
 
+SUMMED_ABOVE = 1e-3
+"""A norm^2 below this share of what its gradient is added up from: float32 sums would lose sqrt(1000) 6e-8 C there."""
+
+
 class Euclidean:
     """L = R = I: DP-SGD."""
 
+    fragile = torch.zeros(0, dtype=torch.long)  # see the mechanism
+
     def sq_norms(self, g: SampleGradients) -> Tensor:
-        return g.sq_norms().unsqueeze(0)
+        n = g.sq_norms()
+        self.fragile = (n < SUMMED_ABOVE * g.terms()).nonzero()[:, 0]
+        return n.unsqueeze(0)
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         return sums
@@ -89,11 +97,13 @@ class ClampedLayer:
         if self.whole:
             P = g.project(*self.Q32)
             # Nothing is subtracted, but P's rounding is weighted too: it costs the root of what a subtraction costs.
-            return weighted_energy(P, scale), 0.02 * weighted_energy(P, scale.max().expand_as(scale))
-        energy = base * g.sq_norms()
+            top = weighted_energy(P, scale.max().expand_as(scale)).maximum(scale.max() * g.terms())
+            return weighted_energy(P, scale), SUMMED_ABOVE / EXACT_BELOW * top.to(P.dtype)
+        n = g.sq_norms()
+        energy = base * n.maximum(SUMMED_ABOVE / EXACT_BELOW * g.terms())
         if not self.Lam.numel():
-            return energy, energy
-        return energy + weighted_energy(g.project(*self.Q32), scale - base), energy
+            return base * n, energy
+        return base * n + weighted_energy(g.project(*self.Q32), scale - base), energy
 
     def exact_sq_norms(self, g: LayerGradient, power: float) -> Tensor:
         """The same without subtracting: in float64 on the dense gradient."""
@@ -108,6 +118,7 @@ class Kronecker:
         self.curvature: list[LayerCurvature] = []
         self.layers: list[ClampedLayer] = []
         self.lambda_t = float("nan")
+        self.fragile = Euclidean.fragile
         self.recomputed = 0  # samples whose norm needed float64, for diagnosis
 
     def set(self, curvature: list[LayerCurvature], lambda_t: float, dtype: torch.dtype = torch.float32) -> None:
@@ -124,7 +135,7 @@ class Kronecker:
 
     def sq_norms(self, g: SampleGradients) -> Tensor:
         if self.left == 0:
-            return g.sq_norms().unsqueeze(0)
+            return Euclidean.sq_norms(self, g)
         pairs = [layer.sq_norms(x, self.left) for layer, x in zip(self.layers, g.layers, strict=True)]
         total = torch.stack([n for n, _ in pairs]).sum(0)
         energy = torch.stack([e for _, e in pairs]).sum(0)
@@ -135,6 +146,7 @@ class Kronecker:
             for part in lost.split(16):  # dense and in float64: a few at a time
                 total[part] = torch.stack([layer.exact_sq_norms(x.select(part), self.left) for layer, x in
                                            zip(self.layers, g.layers, strict=True)]).sum(0).to(total.dtype)
+        self.fragile = lost
         return total.unsqueeze(0)
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:

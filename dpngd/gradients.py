@@ -46,6 +46,12 @@ class SampleGradients:
     def sq_norms(self) -> Tensor:
         return torch.stack([g.sq_norms() for g in self.layers]).sum(0)
 
+    def terms(self) -> Tensor:
+        return torch.stack([g.terms() for g in self.layers]).sum(0)
+
+    def double(self) -> SampleGradients:
+        return SampleGradients([g.double() for g in self.layers], self.losses)
+
     def weighted_sum(self, c: Tensor) -> Blocks:
         return [g.weighted_sum(c) for g in self.layers]
 

@@ -19,6 +19,7 @@ norms, projections, weighted sums.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -33,6 +34,9 @@ class LayerGradient(Protocol):
 
     def sq_norms(self) -> Tensor:
         """||g_i||^2, shape (b,)."""
+
+    def terms(self) -> Tensor:
+        """Sum of the squared terms that g_i is added up from in a weighted sum, (b,); zero where it is g_i itself."""
 
     def diagonal_sq_norms(self, w: Tensor) -> Tensor:
         """sum(w * g_i^2) for non-negative weights w (R, O, I), shape (b,)."""
@@ -68,6 +72,9 @@ class Dense:
     def sq_norms(self) -> Tensor:
         n = torch.linalg.vector_norm(self.w, dim=-1).flatten(1).square().sum(1)  # in rows: see `weighted_energy`
         return n if self.bias is None else n + self.bias.flatten(1).square().sum(1)
+
+    def terms(self) -> Tensor:
+        return self.w.new_zeros(len(self.w))
 
     def diagonal_sq_norms(self, w: Tensor) -> Tensor:
         n = weighted_energy(self.w, w[..., : self.w.shape[-1]])
@@ -105,9 +112,16 @@ class Factors:
     def __init__(self, a: Tensor, d: Tensor):
         self.a, self.d = a, d
 
+    @cached_property
+    def _norms(self) -> tuple[Tensor, Tensor]:
+        return _pair_sq_norms(self.a, self.d)
+
     def sq_norms(self) -> Tensor:
         """||g||^2 = <d d', a a'> over pairs of positions; with one position, ||d||^2 ||a||^2."""
-        return _pair_sq_norms(self.a, self.d)
+        return self._norms[0]
+
+    def terms(self) -> Tensor:
+        return self._norms[1]
 
     def diagonal_sq_norms(self, w: Tensor) -> Tensor:
         if self.a.shape[1] > 1:
@@ -130,26 +144,25 @@ class Factors:
         return Factors(self.a.double(), self.d.double())
 
 
-def _pair_sq_norms(a: Tensor, d: Tensor, one: float = 0.0) -> Tensor:
+def _pair_sq_norms(a: Tensor, d: Tensor, one: float = 0.0) -> tuple[Tensor, Tensor]:
     """||sum_s d_s a_s'||^2 = <d d', a a' + one> over pairs of positions, `one` for a bias that a has no column for.
 
     Where positions cancel, or squares leave float32's range, such a sum is rounding: those samples are redone in
-    float64. No norm counts as less than 1e5 eps of its terms: the clipped sum adds these very terms, and their rounding
-    there must stay below 1e-5 C.
+    float64. Also the sum of the terms with s = t, as an upper bound.
     """
     if a.shape[1] == 1:
         rows = [torch.linalg.vector_norm(t[:, 0], dim=1, dtype=torch.float64).square() for t in (a, d)]
-        return ((rows[0] + one) * rows[1]).to(d.dtype)
+        return ((rows[0] + one) * rows[1]).to(d.dtype), d.new_zeros(len(d))  # one term, which is g_i
     A, D, info = a @ a.mT, d @ d.mT, torch.finfo(d.dtype)
     n = ((A + one) * D).sum((1, 2))
     rows = [M.diagonal(dim1=1, dim2=2).double() + t.shape[2] * info.tiny for M, t in ((A, a), (D, d))]
-    terms = ((rows[0] + one) * rows[1]).sum(1)  # an upper bound: squares below `tiny` may be lost
+    terms = ((rows[0] + one) * rows[1]).sum(1)  # squares below `tiny` may be lost
     lost = ((n < 0.05 * terms) & (terms > 1e-30)).nonzero()[:, 0]
     if len(lost):
         d, a = d[lost].double(), a[lost].double()
         g = d.mT @ a
         n[lost] = (g.flatten(1).square().sum(1) + one * d.sum(1).square().sum(1)).to(n.dtype)
-    return n.maximum(((1e5 * info.eps) ** 2 * terms).to(n.dtype))
+    return n, terms.to(n.dtype)
 
 
 class ConvFactors:
@@ -167,10 +180,17 @@ class ConvFactors:
         t = t.flatten(2)
         return t if self.K == 1 else t.unflatten(0, (-1, self.K)).transpose(1, 2).flatten(2)
 
-    def sq_norms(self) -> Tensor:
+    @cached_property
+    def _norms(self) -> tuple[Tensor, Tensor]:
         s = self.spec
         U = self._positions(F.unfold(self.a, s.kernel, s.dilation, s.padding, s.stride))
         return _pair_sq_norms(U.mT, self._positions(self.d).mT, one=float(s.bias))  # the bias' coordinate is 1
+
+    def sq_norms(self) -> Tensor:
+        return self._norms[0]
+
+    def terms(self) -> Tensor:
+        return self._norms[1]
 
     def diagonal_sq_norms(self, w: Tensor) -> Tensor:
         return weighted_energy(self.materialise(), w)

@@ -16,7 +16,8 @@ releases compose as `dpngd.privacy` accounts for them. R and everything after it
     ||L_j g_i|| = 0                    c_ij = 1
     g_i or ||L_j g_i|| not finite      the sample contributes exactly zero, and is counted
     division                           by the expected batch size B, never by the actual one, which is private
-    rounding                           c_ij uses C_j (1 - 1e-5): float32 norms are trusted to 1e-5
+    rounding                           c_ij uses C_j (1 - 1e-5): float32 norms are trusted to 1e-5, and samples whose
+                                       sums float32 would round by more are summed in float64
 
 Norms, clip fractions and counts are returned as diagnostics for research. They are computed from private data and are
 NOT covered by the guarantee: do not publish them from a real deployment.
@@ -43,6 +44,9 @@ class Geometry(Protocol):
 
     def sq_norms(self, g: SampleGradients) -> Tensor:
         """||L_j g_i||^2, shape (J, b)."""
+
+    # Optional: `fragile`, the indices of those samples of the last `sq_norms` whose terms are so much larger than their
+    # ||L g_i|| that float32 sums would round away more than 1e-5 C. They are summed in float64, which `into` then gets.
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         """L_j applied to the J sums; a channel's result may have any shapes."""
@@ -100,25 +104,31 @@ class GaussianMechanism:
 
     def clipped_sums(self, batches: Iterable[SampleGradients], geometry: Geometry, zeros: Blocks) -> Clipped:
         """s_j of every channel, before noise: what the sensitivity is stated of. `zeros` gives the shapes."""
-        sums = [[z.clone() for z in zeros] for _ in self.clips]
+        careful = hasattr(geometry, "fragile")
+        sums = [[z.to(torch.float64 if careful else z.dtype, copy=True) for z in zeros] for _ in self.clips]
         seen, norms, losses = 0, [], []
         for g in batches:
             seen += len(g)
             n = geometry.sq_norms(g).sqrt()
+            fragile = n.new_zeros(len(g), dtype=torch.bool)
+            if careful:
+                fragile[geometry.fragile] = True
             finite = n.isfinite().all(0)
             if not finite.all():  # 0 * nan is nan: such samples are taken out, not weighted by zero
                 keep = finite.nonzero()[:, 0]
-                g, n = g.select(keep), n[:, keep]
+                g, n, fragile = g.select(keep), n[:, keep], fragile[keep]
             norms.append(n)
             losses.append(g.losses)
             if len(g) == 0:
                 continue
             for C, total, n_j in zip(self.clips, sums, n, strict=True):
                 c = (C * (1 - ROUNDING) / n_j).clamp(max=1.0)
-                for block, term in zip(total, g.weighted_sum(c), strict=True):
-                    block += term
+                for part, weights in _parts(g, c, fragile):
+                    for block, term in zip(total, part.weighted_sum(weights), strict=True):
+                        block += term
         empty = zeros[0].new_zeros(len(self.clips), 0)
-        return Clipped(geometry.into(sums), seen, torch.cat([empty, *norms], 1), torch.cat([empty[0], *losses]))
+        sums = [[block.to(zeros[0].dtype) for block in channel] for channel in geometry.into(sums)]
+        return Clipped(sums, seen, torch.cat([empty, *norms], 1), torch.cat([empty[0], *losses]))
 
     def release(self, batches: Iterable[SampleGradients], geometry: Geometry, zeros: Blocks,
                 generator: torch.Generator) -> Release:
@@ -134,6 +144,14 @@ class GaussianMechanism:
             nonfinite=s.seen - s.norms.shape[1],
             loss=float(s.losses.mean()) if len(s.losses) else math.nan,
         )
+
+
+def _parts(g: SampleGradients, c: Tensor, fragile: Tensor) -> list[tuple[SampleGradients, Tensor]]:
+    """The samples as they are, and the fragile ones apart in float64, each with their weights."""
+    if not fragile.any():
+        return [(g, c)]
+    rows = fragile.nonzero()[:, 0]
+    return [(g, c.masked_fill(fragile, 0.0)), (g.select(rows).double(), c[rows].double())]
 
 
 def gaussian(like: Tensor, generator: torch.Generator) -> Tensor:
