@@ -62,6 +62,9 @@ class TimedGeometry:
     def __init__(self, geometry: Geometry, clock: Clock):
         self.geometry, self.clock = geometry, clock
 
+    def __getattr__(self, name: str):
+        return getattr(self.geometry, name)
+
     def sq_norms(self, g: SampleGradients) -> Tensor:
         with self.clock.phase("whitening"):
             return self.geometry.sq_norms(g)

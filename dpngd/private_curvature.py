@@ -144,7 +144,7 @@ def _positions(per_sample: PerSample, blank: Tensor) -> list[int]:
     """S of every layer, from a blank image: what is put back on after the release must not depend on the batch."""
 
     def count(layer: Layer, a: Tensor, d: Tensor) -> int:
-        return d[0, 0].numel() if layer.kind == "conv" else d[0].numel() // d.shape[-1]
+        return {"conv": d[0, 0].numel(), "linear": d[0].numel() // d.shape[-1], "norm": 1}[layer.kind]
 
     with Tape(per_sample.model, per_sample.layers, count) as tape:
         tape.backward(tape.forward(blank))
