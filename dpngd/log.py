@@ -140,6 +140,8 @@ class Log:
 
     def evaluate(self, x: Tensor, y: Tensor) -> None:
         accuracy, loss = evaluate(self.model, x, y)
+        if not math.isfinite(loss):
+            self.diverged()
         self.evaluations.append({"step": self.steps, "accuracy": accuracy, "loss": finite(loss)})
 
     def record(self, private: Private, public: Public | None, spends: list[Spend], q: float, clock: Clock) -> Record:

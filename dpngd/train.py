@@ -59,11 +59,11 @@ def run(config: RunConfig, *, progress: Progress | None = None, views: int = MIC
         log.step(release)
         if progress:
             progress(t + 1, release.loss, lambda steps=t + 1: sum(s.spent(q, steps) for s in spends))
-        if log.status == "diverged":
-            break
         if log.due:
             with clock.phase("evaluation"), ema.averaged():
                 log.evaluate(private.x_test, private.y_test)
+        if log.status == "diverged":
+            break
     return log.record(private, public, spends, q, clock)
 
 
