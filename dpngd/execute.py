@@ -1,0 +1,126 @@
+"""One notebook in a process of its own, by papermill: parameters, time limit, peak memory, a clean copy of the result.
+
+`python -m dpngd.execute SOURCE TARGET PARAMETERS` is that process. Papermill changes directories for its whole process
+and only warns of unknown parameters, hence the process, and hence `runner` checks names before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dpngd.store import ROOT, write_atomically
+from dpngd.workers import THREADS
+
+NOTEBOOKS = ROOT / "notebooks"
+POLL = 0.25  # seconds between two looks at the memory
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a notebook ended; `error` is empty where it ended well."""
+
+    notebook: str
+    seconds: float
+    peak_mb: float
+    error: str = ""
+
+
+def execute(notebook: str, parameters: Mapping[str, Any], folder: Path, *, timeout: float, html: bool = False,
+            source: Path = NOTEBOOKS) -> Outcome:
+    """Run a notebook into folder/<notebook>.ipynb; figures and tables land in the folder too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{notebook}.json").unlink(missing_ok=True)  # an old entry must not pass for this run's
+    started, peak = time.perf_counter(), 0.0
+    env = {**os.environ, **THREADS, "DPNGD_FIGURES": str(folder.resolve()), "PYTHONPATH": str(ROOT),
+           "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    command = [sys.executable, "-m", "dpngd.execute", source / f"{notebook}.ipynb", folder / f"{notebook}.ipynb",
+               json.dumps(dict(parameters)), *(["--html"] if html else [])]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(list(map(str, command)), env=env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        watched, error = psutil.Process(process.pid), ""
+        try:
+            while process.poll() is None:
+                peak = max(peak, resident(watched))
+                if time.perf_counter() - started > timeout:
+                    error = f"it took longer than the limit of {timeout:g} seconds"
+                    break
+                time.sleep(POLL)
+        finally:  # also on Ctrl-C: no kernel outlives its notebook
+            stop(watched)
+            process.wait()
+        if not error and process.returncode:
+            log.seek(0)
+            error = last_line(log.read().decode(errors="replace")) or f"exit code {process.returncode}"
+    if not error and not (folder / f"{notebook}.json").exists():
+        error = "it left no entry for the report: its last cell must call study.provenance()"
+    return Outcome(notebook, time.perf_counter() - started, peak / 2**20, error)
+
+
+def resident(process: psutil.Process) -> float:
+    """Bytes of a process and all that it started."""
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for p in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += p.memory_info().rss
+    return total
+
+
+def stop(process: psutil.Process) -> None:
+    """End a process and its children; nothing happens where it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = [*process.children(recursive=True), process]
+        for p in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                p.kill()
+
+
+def last_line(text: str) -> str:
+    """What a traceback ends with; papermill puts the cell's own error last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def clean(notebook: dict) -> None:
+    """Take out what changes with every execution: times, progress bars, widget state."""
+    notebook["metadata"] = {k: v for k, v in notebook["metadata"].items() if k in ("kernelspec", "language_info")}
+    for cell in notebook["cells"]:
+        cell["metadata"] = {k: v for k, v in cell["metadata"].items() if k == "tags"}
+        if cell["cell_type"] == "code":
+            cell["outputs"] = [o for o in cell["outputs"] if o.get("name") != "stderr"
+                               and "application/vnd.jupyter.widget-view+json" not in o.get("data", {})]
+
+
+def main(source: str, target: str, parameters: str, *flags: str) -> None:
+    import nbformat
+    import papermill
+
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "result.ipynb"
+        papermill.execute_notebook(source, result, json.loads(parameters), kernel_name="python3", progress_bar=False,
+                                   cwd=str(Path(source).parent), log_output=False)
+        notebook = nbformat.read(result, as_version=4)
+    clean(notebook)
+    nbformat.validate(notebook)
+    write_atomically(Path(target), nbformat.writes(notebook) + "\n")
+    if "--html" in flags:
+        from nbconvert import HTMLExporter
+
+        page, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook)
+        write_atomically(Path(target).with_suffix(".html"), page)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

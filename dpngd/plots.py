@@ -1,0 +1,117 @@
+"""How every figure looks: one colour a method, error bars with n, the paper's numbers hollow, a stamp.
+
+Colours are Okabe and Ito's, which people with any of the common colour deficiencies can tell apart; markers differ
+too, so a grey print still reads.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dpngd import stats
+from dpngd.config import METHODS
+
+OKABE_ITO = {"black": "#000000", "orange": "#E69F00", "sky": "#56B4E9", "green": "#009E73", "yellow": "#F0E442",
+             "blue": "#0072B2", "vermilion": "#D55E00", "purple": "#CC79A7"}
+COLOURS = {
+    "dp-sgd": OKABE_ITO["black"], "dp-sgd-pt": OKABE_ITO["sky"], "gep": OKABE_ITO["orange"],
+    "adadps": OKABE_ITO["green"], "dp-ngd": OKABE_ITO["vermilion"],
+    "dp-ngd-fixed-floor": OKABE_ITO["blue"], "dp-ngd-no-floor": OKABE_ITO["purple"],
+}
+MARKERS = {"dp-sgd": "o", "dp-sgd-pt": "s", "gep": "^", "adadps": "D", "dp-ngd": "P", "dp-ngd-fixed-floor": "v",
+           "dp-ngd-no-floor": "X"}
+ARM = OKABE_ITO["blue"]  # the other arms: they are told apart by their labels
+INK, FAINT, HOLLOW = "#222222", "#D9D9D9", "#666666"
+STYLE = {
+    "font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 10, "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.labelcolor": INK,
+    "axes.grid": True, "grid.color": "#EEEEEE", "grid.linewidth": 0.8, "axes.axisbelow": True,
+    "figure.facecolor": "white", "figure.dpi": 100, "savefig.dpi": 130, "legend.frameon": False,
+    "svg.hashsalt": "dpngd", "svg.fonttype": "none",  # the same data give the same file
+}
+
+
+def colour(method: str) -> str:
+    return COLOURS.get(method, ARM)
+
+
+def label(method: str) -> str:
+    return METHODS[method].label
+
+
+def new(columns: int = 1, rows: int = 1, *, width: float = 7.2, height: float = 3.4, **kwargs) -> tuple[Figure, list]:
+    """A figure that belongs to no window, and its axes as a flat list."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False, **kwargs)
+        for ax in axes.flat:
+            ax.tick_params(colors=INK)
+        return figure, list(axes.flat)
+
+
+def bar(e: stats.Estimate) -> np.ndarray | None:
+    """The two arms of an error bar; None where one run gives none."""
+    return None if not np.isfinite(e.high - e.low) else np.array([[e.mean - e.low], [e.high - e.mean]])
+
+
+def point(ax: Axes, x: float, e: stats.Estimate, method: str, *, scale: float = 1.0, horizontal: bool = False) -> None:
+    """A mean with its 95% interval; nothing where nothing was run."""
+    if e.n == 0:
+        return
+    arms = bar(e)
+    arms = None if arms is None else arms * scale
+    place = {"x": e.mean * scale, "y": x, "xerr": arms} if horizontal else {"x": x, "y": e.mean * scale, "yerr": arms}
+    ax.errorbar(**place, fmt=MARKERS.get(method, "o"), color=colour(method), ms=5.5, capsize=2.5, lw=1.2, zorder=3)
+
+
+def hollow(ax: Axes, x: float, y: float, method: str) -> None:
+    """A number of the paper."""
+    ax.plot([x], [y], MARKERS.get(method, "o"), mfc="white", mec=colour(method), ms=6, mew=1.2, zorder=2, alpha=0.9)
+
+
+def end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
+    """Direct labels (x, y, text, colour) at the right ends of curves, moved apart so that none hides another."""
+    if not ends:
+        return
+    low, high = ax.get_ylim()
+    gap = (high - low) * 0.075
+    placed: list[float] = []
+    for x, y, text, ink in sorted(ends, key=lambda e: e[1]):
+        at = max(y, placed[-1] + gap) if placed else y
+        placed.append(at)
+        ax.annotate(text, (x, y), xytext=(1.02, at), textcoords=("axes fraction", "data"), color=ink, fontsize=8,
+                    va="center", annotation_clip=False, arrowprops={"arrowstyle": "-", "color": ink, "lw": 0.4,
+                                                                   "shrinkA": 0, "shrinkB": 3})
+
+
+def settle(ax: Axes, values: list[float], pad: float = 0.12, room: float = 0.0) -> None:
+    """y limits that show means and what the intervals add, but not intervals of two runs without end."""
+    finite = [v for v in values if np.isfinite(v)]
+    if finite:
+        low, high = min(finite), max(finite)
+        span = max(high - low, room, 1e-9)
+        ax.set_ylim(low - pad * span, high + pad * span)
+
+
+def stamp(figure: Figure, text: str) -> None:
+    figure.text(0.995, 0.004, text, ha="right", va="bottom", fontsize=6, color="#777777")
+    figure.get_layout_engine().set(rect=(0, 0.025, 1, 0.975))
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[str]:
+    """PNG and SVG, without dates, so that the same data give the same files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = []
+    with matplotlib.rc_context(STYLE):
+        for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=suffix, metadata=metadata)
+            (folder / f"{name}.{suffix}").write_bytes(buffer.getvalue())
+            names.append(f"{name}.{suffix}")
+    return names

@@ -1,0 +1,109 @@
+"""figures/<profile>/index.html and claims.json, from the entries that the notebooks left there.
+
+One page, nothing fetched from elsewhere: pictures and styles are inside it. A picture that an entry names and the
+folder lacks is an error, not a gap. `python -m dpngd.report quick` writes the page again.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from dpngd import claims, profiles, stats
+from dpngd.errors import UsageError, exit_code
+from dpngd.params import published
+from dpngd.store import ROOT, Store, write_atomically
+from dpngd.suite import NOTEBOOKS, commit
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def entries(folder: Path) -> dict[str, dict]:
+    """What each notebook left, in the notebooks' order."""
+    found = {}
+    for notebook in NOTEBOOKS:
+        path = folder / f"{notebook}.json"
+        if path.exists():
+            found[notebook] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def claim_rows(left: dict[str, dict]) -> list[dict[str, Any]]:
+    """Every claim, decided or not run: none is left out because its notebook was."""
+    decided = {row["id"]: row for entry in left.values() for row in entry["claims"]}
+    return [decided.get(c.id) or claims.decide(c, {}) for c in claims.CLAIMS]
+
+
+def check_files(left: dict[str, dict], folder: Path) -> None:
+    named = [file for entry in left.values() for figure in entry["figures"] for file in (figure["png"], figure["svg"])]
+    named += [table["csv"] for entry in left.values() for table in entry["tables"]]
+    missing = [name for name in named if not (folder / name).exists()]
+    if missing:
+        raise UsageError(f"{', '.join(missing)} missing from {folder.name}/: run run_all.py again")
+
+
+def write(profile: str, folder: Path) -> Path:
+    """The page and claims.json of what is in `folder`."""
+    left = entries(folder)
+    if not left:
+        raise UsageError(f"{folder.name}/ has no notebook's results: run run_all.py --profile {profile}")
+    check_files(left, folder)
+    rows = claim_rows(left)
+    settings = profiles.load(profile)
+    data = {"profile": profile, "about": settings.about, "commit": commit(), "paper": published()["paper"]["title"],
+            "claims": rows, "compute": compute(left, profile), "rules": (stats.__doc__ or "").split("\n\n")[2]}
+    write_atomically(folder / "claims.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    page = folder / "index.html"
+    write_atomically(page, render(data, left, folder, settings))
+    return page
+
+
+def compute(left: dict[str, dict], profile: str) -> dict[str, Any]:
+    """Runs, core hours and hardware; runs that two notebooks share are counted once."""
+    keys = {k for entry in left.values() for k in entry["compute"]["keys"]}
+    records = [r for r in Store(profile).records() if r["key"] in keys]
+    return {"runs": len(keys), "hours": round(sum(r["seconds"]["total"] for r in records) / 3600, 3),
+            "hardware": sorted({h for entry in left.values() for h in entry["compute"]["hardware"]}),
+            "largest_run_s": round(max((r["seconds"]["total"] for r in records), default=0.0), 1)}
+
+
+def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: profiles.Profile) -> str:
+    env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True,
+                             lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    words = [row["verdict"] for row in data["claims"] if not row["asked_by_us"]]
+    return env.get_template("report.html.j2").render(
+        **data, left=left, image=lambda name: picture(folder / name),
+        counts=[(word, words.count(word)) for word in stats.VERDICTS], total=len(words),
+        deviations=yaml.safe_load((TEMPLATES / "deviations.yaml").read_text(encoding="utf-8")),
+        inconsistencies=published()["inconsistencies"], defaults=settings.settings["defaults"], seeds=settings.seeds,
+        device=settings.settings["cost"]["device"], heading=heading, css_class=lambda word: word.replace(" ", "-"))
+
+
+def picture(path: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def heading(notebook: str) -> str:
+    """A notebook's title: the first line of its first cell."""
+    cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
+    return html.unescape("".join(cells[0]["source"]).splitlines()[0].lstrip("# "))
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) != 1:
+        raise UsageError("give one profile: python -m dpngd.report quick")
+    profiles.load(argv[0])
+    print(write(argv[0], ROOT / "figures" / argv[0]).relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_code(main))

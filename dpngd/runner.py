@@ -1,0 +1,147 @@
+"""run_all.py: one sweep over the missing runs of all notebooks, then each notebook in a process of its own.
+
+The sweep comes first so that there is one progress bar, one pool of workers and no idle core; the notebooks then find
+their runs in the store. A failed run or notebook stops nothing else: failures are collected and decide the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dpngd import profiles, report, sweep
+from dpngd.config import RunConfig
+from dpngd.errors import UsageError, unknown
+from dpngd.execute import Outcome, execute
+from dpngd.plan import listing
+from dpngd.store import ROOT, Store
+from dpngd.suite import CHOICES, NOTEBOOKS, PARAMETERS, configs
+
+FIGURES = ROOT / "figures"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="run_all.py", description="Every table and figure of the paper, ours beside it.")
+    p.add_argument("--profile", default="quick", help=f"one of {', '.join(profiles.profile_names())} (default quick)")
+    p.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="some notebooks only, by name or number")
+    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs and notebooks at a time (default: the cores)")
+    p.add_argument("--train", action="store_true", help="train missing runs even where the profile ships results")
+    p.add_argument("--refresh", action="store_true", help="forget stored and shipped runs, and train all of them")
+    p.add_argument("--list", action="store_true", help="show runs, sigmas, steps and hours; train nothing")
+    p.add_argument("--html", action="store_true", help="also write each executed notebook as HTML")
+    p.add_argument("--timeout", type=float, default=1200.0, metavar="SECONDS", help="limit a notebook (default 1200)")
+    p.add_argument("-p", "--param", action="append", default=[], metavar="NAME=VALUE",
+                   help=f"a notebook parameter ({', '.join(CHOICES)}), as YAML; writes to figures/<profile>-custom/")
+    p.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # for tests
+    args = p.parse_args(argv)
+    args.profile = profiles.load(args.profile)
+    args.only = [notebook_name(name) for name in args.only] if args.only else list(NOTEBOOKS)
+    args.params = dict(map(parameter, args.param))
+    if args.jobs is None or args.jobs < 1:
+        raise UsageError(f"--jobs is {args.jobs}: it must be at least 1")
+    if not args.timeout > 0:
+        raise UsageError(f"--timeout is {args.timeout:g}: it must be above 0 seconds")
+    if args.output is None:
+        args.output = FIGURES / (args.profile.name + ("-custom" if args.params else ""))
+    return args
+
+
+def notebook_name(name: str) -> str:
+    """The notebook of this name, or of this number (01, 1)."""
+    stem = name.removesuffix(".ipynb").removeprefix("notebooks/")
+    found = [n for n in NOTEBOOKS if n == stem or (stem.isdigit() and n.startswith(f"{int(stem):02d}_"))]
+    if not found:
+        raise unknown("notebook", name, NOTEBOOKS)
+    return found[0]
+
+
+def parameter(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise UsageError(f"--param {text!r}: write it as name=value, for example epsilons=[2,4]")
+    if name not in PARAMETERS:
+        raise unknown("parameter", name, CHOICES)
+    if name not in CHOICES:
+        raise UsageError(f"--param {name}: run_all has an option for it")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise UsageError(f"--param {text!r}: its value is not YAML") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    wanted = {name: configs(name, args.profile, **args.params) for name in args.only}
+    if args.list:
+        print(listing(args.profile, wanted, Store(args.profile.name)))
+        return 0
+    started = time.perf_counter()
+    store = prepare_store(args)
+    train = args.train or args.refresh or not store.shipped_path.exists()
+    failures = train_missing(wanted, store, args.jobs) if train else []
+    outcomes = run_notebooks(args, train)
+    failures += [f"{o.notebook}: {o.error}" for o in outcomes if o.error]
+    try:
+        page = report.write(args.profile.name, args.output)
+    except UsageError as error:
+        failures.append(f"report: {error}")
+        page = None
+    print(table(outcomes, args.output))
+    print(f"\n{len(outcomes)} notebooks in {(time.perf_counter() - started) / 60:.1f} minutes"
+          + (f"; report: {shown(page)}" if page else ""))
+    for failure in failures:
+        print(f"FAILED {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def prepare_store(args: argparse.Namespace) -> Store:
+    store = Store(args.profile.name, read_shipped=False if args.refresh else None)
+    if args.refresh:
+        os.environ["DPNGD_REFRESH"] = "1"  # for the notebooks' processes
+        store.clear()
+    return store
+
+
+def train_missing(wanted: dict[str, dict[str, list[RunConfig]]], store: Store, jobs: int) -> list[str]:
+    """Train what the notebooks will ask for; the failures, in words."""
+    runs = {c.key(): c for groups in wanted.values() for group in groups.values() for c in group}
+    try:
+        sweep.ensure(runs.values(), store=store, jobs=jobs)
+    except sweep.SweepError as error:
+        return str(error).splitlines()
+    return []
+
+
+def run_notebooks(args: argparse.Namespace, train: bool) -> list[Outcome]:
+    """Each in its own process, `jobs` at a time; what failed in training is not trained again."""
+    del train  # the sweep is done: whatever is still missing failed, or is not to be trained
+    parameters = {"profile": args.profile.name, "train": False, "jobs": 1, **args.params}
+    with ThreadPoolExecutor(min(args.jobs, 4)) as pool:
+        return list(pool.map(lambda name: execute(name, parameters, args.output, timeout=args.timeout, html=args.html),
+                             args.only))
+
+
+def table(outcomes: list[Outcome], folder: Path) -> str:
+    """Time, peak memory and verdicts a notebook."""
+    lines = [f"{'notebook':32}{'seconds':>9}{'peak MB':>9}{'runs':>6}  verdicts"]
+    for o in outcomes:
+        entry = {}
+        if not o.error:
+            entry = json.loads((folder / f"{o.notebook}.json").read_text(encoding="utf-8"))
+        words = [c["verdict"] for c in entry.get("claims", [])]
+        said = ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words)) or f"failed: {o.error}"
+        runs = entry.get("compute", {}).get("runs", "-")
+        lines.append(f"{o.notebook:32}{o.seconds:9.1f}{o.peak_mb:9.0f}{runs!s:>6}  {said}")
+    return "\n".join(lines)
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

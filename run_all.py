@@ -1,0 +1,15 @@
+"""Everything of a profile with one command: train what is missing, run every notebook, write figures and the report.
+
+    python run_all.py                          the quick profile: minutes on two cores
+    python run_all.py --profile cpu            redraw the shipped results; nothing is trained
+    python run_all.py --profile cpu --train    go on with the runs that are still missing (hours; resumable)
+    python run_all.py --profile paper --list   what the paper's setting would take
+
+Results land in figures/<profile>/. Started again after an interruption, it goes on where it was.
+"""
+
+from dpngd.errors import exit_code
+from dpngd.runner import main
+
+if __name__ == "__main__":
+    raise SystemExit(exit_code(main))
