@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from dpngd import models
-from dpngd.contenders import CONTENDERS, Bench, Contender
+from dpngd.contenders import CONTENDERS, Bench, Contender, NotApplicable
 from dpngd.errors import UsageError, exit_code, unknown
 from dpngd.gradients import MICRO_BATCH
 from dpngd.streams import stream
@@ -49,8 +49,13 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     """Medians and quartiles for one model; contenders take turns in every round."""
     batch = args.batch or DEFAULT_BATCH.get(name, 256)
     bench = make_bench(name, batch, args.K, args.public, args.floor, args.micro_batch)
-    chosen = [c for c in args.contenders if not (c == "opacus-ghost" and args.K > 1)]
-    running: dict[str, Contender] = {c: CONTENDERS[c](bench) for c in chosen}
+    running: dict[str, Contender] = {}
+    skipped: dict[str, str] = {}
+    for c in args.contenders:
+        try:
+            running[c] = CONTENDERS[c](bench)
+        except NotApplicable as reason:
+            skipped[c] = str(reason)
     for contender in running.values():
         contender.step()  # warm-up: first calls allocate, and check the model
     seconds: dict[str, list[float]] = {c: [] for c in running}
@@ -72,7 +77,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     if not args.no_memory:
         for c in tqdm(rows, desc=f"{name} memory", file=sys.stderr, disable=args.quiet):
             rows[c]["peak_mib"] = peak_memory(c, name, batch, args)
-    return {"batch": batch, "contenders": rows}
+    return {"batch": batch, "contenders": rows, "skipped": skipped}
 
 
 def quartiles(times: list[float]) -> tuple[float, float, float]:
@@ -137,6 +142,7 @@ def table(report: dict) -> str:
             peak = f"{row['peak_mib']:.0f}" if "peak_mib" in row else "-"
             lines.append(f"{c:18}{row['median']:9.3f}{row['q1']:10.3f}{row['q3']:9.3f}{row['ms_per_sample']:11.3f}"
                          f"{row['curvature']:11.3f}{peak:>10}")
+        lines += [f"{c:18}not run: {reason}" for c, reason in result["skipped"].items()]
         lines += [f"  {k:24}{v:6.2f}" for k, v in report["ratio"][name].items()]
     return "\n".join(lines)
 
