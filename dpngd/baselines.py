@@ -27,14 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from dpngd.errors import UsageError
-from dpngd.geometry import EXACT_BELOW
+from dpngd.geometry import EXACT_BELOW, SUMMED_ABOVE
 from dpngd.gradients import Blocks, PerSample, SampleGradients, micro_batches
+from dpngd.layers import Dense
 
 GROUPS = 3
-LEAST_SHARE = 1e-2
-"""GEP's channel norms count as at least this share of ||g_i||. A gradient that lies almost wholly in the other channel
-would be scaled up by 1 / its share in the sum from which this channel is computed, and float32's rounding of that sum
-would no longer be small beside C_j. Counting a norm as larger only clips more."""
+NONE = torch.zeros(0, dtype=torch.long)
 
 
 def flatten(blocks: Blocks) -> Tensor:
@@ -66,14 +64,21 @@ class Diagonal:
     def __init__(self, e: float):
         self.e = e
         self.scale: Blocks = []
+        self.fragile = NONE  # samples to sum in float64: see the mechanism
 
     def set(self, second_moment: Blocks) -> None:
         """Fix L from public E[g^2]."""
         self.scale = [1 / (v.sqrt() + self.e) for v in second_moment]
 
     def sq_norms(self, g: SampleGradients) -> Tensor:
-        norms = [x.diagonal_sq_norms(s.square()) for x, s in zip(g.layers, self.scale, strict=True)]
-        return torch.stack(norms).sum(0).unsqueeze(0)
+        norms = torch.stack([x.diagonal_sq_norms(s.square()) for x, s in zip(g.layers, self.scale, strict=True)])
+        cancels = [x.sq_norms() < SUMMED_ABOVE * x.terms() for x in g.layers if not isinstance(x, Dense)]
+        self.fragile = torch.stack(cancels).any(0).nonzero()[:, 0] if cancels else NONE
+        if len(self.fragile):  # positions that cancel: what is left is float32's rounding
+            exact = g.select(self.fragile).layers
+            norms[:, self.fragile] = torch.stack([x.double().diagonal_sq_norms(s.double().square()) for x, s in
+                                                  zip(exact, self.scale, strict=True)]).to(norms.dtype)
+        return norms.sum(0).unsqueeze(0)
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         return [[s * u for s, u in zip(self.scale, blocks, strict=True)] for blocks in sums]
@@ -98,6 +103,7 @@ class Subspace:
         self.like = zeros
         self.bounds: list[tuple[int, int]] = []
         self.bases: list[Tensor] = []
+        self.fragile = NONE
 
     def set(self, bounds: list[tuple[int, int]], bases: list[Tensor]) -> None:
         """Fix V: group j of the flat vector is [lo, hi), its basis (hi - lo, k_j) orthonormal."""
@@ -117,11 +123,16 @@ class Subspace:
         flat = g.materialise()
         whole, inside = flat.square().sum(1), self.embed(flat).square().sum(1)
         outside = whole - inside
-        lost = (outside < EXACT_BELOW * whole).nonzero()[:, 0]
-        if len(lost):  # little is left of the subtraction: form the residual itself
-            exact = flat[lost].double()
-            outside[lost] = (exact - self.lift(self.embed(exact))).square().sum(1).to(outside.dtype)
-        return torch.stack([inside, outside]).maximum(LEAST_SHARE**2 * whole)
+        # Little is left of the subtraction, or of the terms that are added up: a gradient that lies almost wholly in
+        # one channel is large in the sum from which the other is computed, and so is that sum's rounding in float32.
+        lost = (outside < EXACT_BELOW * whole) | (inside < SUMMED_ABOVE * whole) | (whole < SUMMED_ABOVE * g.terms())
+        self.fragile = lost.nonzero()[:, 0]
+        if len(self.fragile):
+            exact = torch.cat([x.double().materialise().flatten(1) for x in g.select(self.fragile).layers], 1)
+            e = self.embed(exact)
+            inside[self.fragile] = e.square().sum(1).to(inside.dtype)
+            outside[self.fragile] = (exact - self.lift(e)).square().sum(1).to(outside.dtype)
+        return torch.stack([inside, outside])
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         first, second = (flatten(blocks).double() for blocks in sums)

@@ -149,9 +149,9 @@ def natural(setting: Setting, *, left: float = -0.5, right: float = -0.5, clamp:
 
     Guarantee: T releases of the sum of F~^left g, sensitivity C, noise sigma C; (epsilon, delta) by PRV. F comes from
     public images at weights that were released before, and lambda_t is a function of t: both cost nothing. F~^right
-    comes after the noise and is post-processing. Sums are float32: rounding reaches the release times the root of F~'s
-    condition number, which is far below the noise with a floor; without one (`dp-ngd-no-floor`) it is up to 1e6 * 6e-8
-    of C, and the guarantee is that of exact arithmetic only.
+    comes after the noise and is post-processing. Gradients are float32, and their last bits depend on the company in
+    a micro-batch. That reaches the release times the root of F~'s condition number: far below 1e-5 C with a floor, but
+    not without one (`dp-ngd-no-floor`, where it is up to 1e6), whose guarantee is that of exact arithmetic only.
     """
     c = setting.config
     generator = None if labels == "exact" else stream(c.seed, "labels")

@@ -24,7 +24,7 @@ from dpngd.baselines import (
 from dpngd.errors import UsageError
 from dpngd.geometry import Euclidean
 from dpngd.gradients import PerSample, SampleGradients, micro_batches
-from dpngd.layers import Dense
+from dpngd.layers import Dense, Factors
 from dpngd.mechanism import GaussianMechanism
 from dpngd.streams import stream
 
@@ -110,14 +110,41 @@ def test_geps_norms_hold_where_little_is_left_of_the_subtraction(ps, share):
     torch.testing.assert_close(geometry.sq_norms(g)[1].double(), residual.square().sum(1), rtol=1e-5, atol=0)
 
 
-def test_a_channel_counts_for_at_least_a_hundredth_of_the_gradient(ps):
-    """Else its share of the sum would be scaled up until rounding is as large as C."""
+def test_a_gradient_that_lies_in_one_channel_is_summed_in_float64(ps):
+    """The other channel's weight is huge: what float32 rounds off in the sum would be as large as C."""
     geometry, zeros = subspace(ps, (40,)), ps.zeros()
-    flat = geometry.lift(torch.ones(1, 40))
-    g = SampleGradients([Dense(p.view(1, *z.shape)) for p, z in
-                         zip(flat.split([z.numel() for z in zeros], 1), zeros, strict=True)], torch.zeros(1))
-    inside, outside = geometry.sq_norms(g)[:, 0].sqrt().tolist()
-    assert outside == pytest.approx(0.01 * inside, rel=1e-4)
+    flat = torch.cat([geometry.lift(torch.ones(1, 40)), torch.ones(1, sum(z.numel() for z in zeros))])
+    parts = flat.split([z.numel() for z in zeros], 1)
+    g = SampleGradients([Dense(p.view(2, *z.shape)) for p, z in zip(parts, zeros, strict=True)], torch.zeros(2))
+    geometry.sq_norms(g)
+    assert geometry.fragile.tolist() == [0]
+
+
+@pytest.mark.parametrize("make", [lambda zeros: diagonal(zeros), lambda zeros: subspace_of(zeros)])
+def test_norms_and_sums_hold_where_positions_cancel(make):
+    """A linear layer over 6 positions whose terms are 1e5 times what is left of them."""
+    zeros = [torch.zeros(1, 7, 8)]
+    geometry, rng = make(zeros), stream(0, "cancel")
+    a = torch.randn(5, 3, 8, generator=rng).repeat(1, 2, 1)
+    d = torch.randn(5, 3, 7, generator=rng)
+    d = torch.cat([d, -d * (1 + 1e-5 * torch.randn(5, 3, 1, generator=rng))], 1)
+    g = SampleGradients([Factors(a, d)], torch.zeros(5))
+    flat = (d.double().mT @ a.double()).flatten(1)
+    exact = [flatten(geometry.into([[row.view(1, 7, 8)]] * len(geometry.sq_norms(g)))[0]).norm() for row in flat]
+    assert geometry.sq_norms(g)[0].sqrt().tolist() == pytest.approx([float(n) for n in exact], rel=1e-5)
+    assert len(geometry.fragile) == 5
+
+
+def diagonal(zeros):
+    geometry = Diagonal(1e-3)
+    geometry.set([torch.rand(z.shape, generator=stream(0, "moments")) for z in zeros])
+    return geometry
+
+
+def subspace_of(zeros):
+    geometry = Subspace(zeros)
+    geometry.set([(0, 56)], [orthonormal(56, 20, "cancel")])
+    return geometry
 
 
 def test_adadps_with_a_constant_second_moment_is_dp_sgd_up_to_a_scalar(ps):
