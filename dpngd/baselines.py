@@ -30,9 +30,9 @@ from dpngd.errors import UsageError
 from dpngd.geometry import EXACT_BELOW, SUMMED_ABOVE
 from dpngd.gradients import Blocks, PerSample, SampleGradients, micro_batches
 from dpngd.layers import Dense
+from dpngd.mechanism import NONE
 
 GROUPS = 3
-NONE = torch.zeros(0, dtype=torch.long)
 
 
 def flatten(blocks: Blocks) -> Tensor:
@@ -64,7 +64,7 @@ class Diagonal:
     def __init__(self, e: float):
         self.e = e
         self.scale: Blocks = []
-        self.fragile = NONE  # samples to sum in float64: see the mechanism
+        self.fragile = NONE
 
     def set(self, second_moment: Blocks) -> None:
         """Fix L from public E[g^2]."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from dpngd.curvature import LayerCurvature
 from dpngd.gradients import Blocks, SampleGradients
 from dpngd.layers import LayerGradient, weighted_energy
+from dpngd.mechanism import NONE
 
 EXACT_BELOW = 0.05
 """A norm below this share of what it was subtracted from is recomputed: float32's 3e-7 / 0.05 is within 1e-5."""
@@ -42,7 +43,7 @@ SUMMED_ABOVE = 1e-3
 class Euclidean:
     """L = R = I: DP-SGD."""
 
-    fragile = torch.zeros(0, dtype=torch.long)  # see the mechanism
+    fragile = NONE
 
     def sq_norms(self, g: SampleGradients) -> Tensor:
         n = g.sq_norms()
@@ -118,7 +119,7 @@ class Kronecker:
         self.curvature: list[LayerCurvature] = []
         self.layers: list[ClampedLayer] = []
         self.lambda_t = float("nan")
-        self.fragile = Euclidean.fragile
+        self.fragile = NONE
         self.recomputed = 0  # samples whose norm needed float64, for diagnosis
 
     def set(self, curvature: list[LayerCurvature], lambda_t: float, dtype: torch.dtype = torch.float32) -> None:

@@ -37,16 +37,18 @@ from dpngd.errors import UsageError
 from dpngd.gradients import Blocks, SampleGradients
 
 ROUNDING = 1e-5
+NONE = torch.zeros(0, dtype=torch.long)
 
 
 class Geometry(Protocol):
     """A pair of linear maps around the mechanism. J is the number of channels; the paper's method has one."""
 
-    def sq_norms(self, g: SampleGradients) -> Tensor:
-        """||L_j g_i||^2, shape (J, b)."""
+    fragile: Tensor
+    """After `sq_norms`: indices of the samples whose terms are so much larger than their ||L_j g_i|| that a float32 sum
+    would round away more than 1e-5 C_j. The mechanism adds them up in float64."""
 
-    # Optional: `fragile`, the indices of those samples of the last `sq_norms` whose terms are so much larger than their
-    # ||L g_i|| that float32 sums would round away more than 1e-5 C. They are summed in float64, which `into` then gets.
+    def sq_norms(self, g: SampleGradients) -> Tensor:
+        """||L_j g_i||^2, shape (J, b); sets `fragile`."""
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         """L_j applied to the J sums; a channel's result may have any shapes."""
@@ -104,15 +106,13 @@ class GaussianMechanism:
 
     def clipped_sums(self, batches: Iterable[SampleGradients], geometry: Geometry, zeros: Blocks) -> Clipped:
         """s_j of every channel, before noise: what the sensitivity is stated of. `zeros` gives the shapes."""
-        careful = hasattr(geometry, "fragile")
-        sums = [[z.to(torch.float64 if careful else z.dtype, copy=True) for z in zeros] for _ in self.clips]
+        sums = [[z.to(torch.float64, copy=True) for z in zeros] for _ in self.clips]
         seen, norms, losses = 0, [], []
         for g in batches:
             seen += len(g)
             n = geometry.sq_norms(g).sqrt()
             fragile = n.new_zeros(len(g), dtype=torch.bool)
-            if careful:
-                fragile[geometry.fragile] = True
+            fragile[geometry.fragile] = True
             finite = n.isfinite().all(0)
             if not finite.all():  # 0 * nan is nan: such samples are taken out, not weighted by zero
                 keep = finite.nonzero()[:, 0]

@@ -28,7 +28,7 @@ from torch import Tensor
 from dpngd.baselines import draw_labels
 from dpngd.curvature import LayerCurvature
 from dpngd.gradients import Blocks, PerSample, SampleGradients, Tape
-from dpngd.mechanism import GaussianMechanism
+from dpngd.mechanism import NONE, GaussianMechanism
 from dpngd.trainable import Layer
 
 CLIP_A = 1.0
@@ -58,6 +58,8 @@ class Gram:
 
 class FactorChannels:
     """Channel 0 is the first `inputs` blocks (the A factors), channel 1 the others: L_j picks, R puts together."""
+
+    fragile = NONE  # u u' has no terms that cancel
 
     def __init__(self, inputs: int):
         self.inputs = inputs

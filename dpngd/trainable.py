@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpngd.convolutions import ConvSpec
 from dpngd.errors import UsageError
-from dpngd.layers import ConvSpec, Dense, Factors, LayerGradient
+from dpngd.layers import Dense, Factors, LayerGradient
 
 KINDS = {nn.Conv2d: "conv", nn.Linear: "linear", nn.GroupNorm: "norm", nn.LayerNorm: "norm"}
 MIXING = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)

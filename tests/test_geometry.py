@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dpngd.convolutions import ConvFactors, ConvSpec
 from dpngd.curvature import KFAC, LayerCurvature
 from dpngd.geometry import Euclidean, Kronecker
 from dpngd.gradients import PerSample, SampleGradients
-from dpngd.layers import ConvFactors, ConvSpec, Dense, Factors
+from dpngd.layers import Dense, Factors
 from dpngd.streams import stream
 
 FLOORS = ("nothing", "something", "everything")

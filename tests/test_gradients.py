@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpngd import models
+from dpngd.convolutions import ConvFactors, ConvSpec
 from dpngd.errors import UsageError
 from dpngd.gradients import PerSample
-from dpngd.layers import ConvFactors, ConvSpec, Dense, Factors
+from dpngd.layers import Dense, Factors
 from dpngd.streams import stream
 
 CLASSES = 3

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpngd.layers import ConvSpec
+from dpngd.convolutions import ConvSpec
 from dpngd.second_moments import keeps_size, patch_moment
 
 
