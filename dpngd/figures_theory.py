@@ -23,7 +23,7 @@ def trajectories(valley: Valley) -> Figure:
         ax.plot(*valley.optimum, "*", color=plots.INK, ms=11)
         ax.annotate("start", path[0], xytext=(-4, -12), textcoords="offset points", fontsize=8, ha="right")
         ax.annotate("θ*", valley.optimum, xytext=(6, 5), textcoords="offset points", fontsize=9)
-        ax.set_title(f"{label(method)}: {len(path) - 1} steps", color=colour(method))
+        ax.set_title(f"{label(method)}: {len(path) - 1} steps", color=colour(method), loc="left")
         ax.set_xlabel("θ₁")
     axes[0].set_ylabel("θ₂")
     floor = min(loss.min() for loss in valley.losses.values())
@@ -32,7 +32,7 @@ def trajectories(valley: Valley) -> Figure:
         axes[2].annotate(label(method), (len(loss) - 1, loss[-1]), xytext=(0, 5), textcoords="offset points",
                          ha="right", color=colour(method), fontsize=8)
     axes[2].set_ylim(bottom=0.93 * floor)
-    axes[2].set_title("training loss")
+    axes[2].set_title("training loss", loc="left")
     axes[2].set_xlabel("step")
     return figure
 
@@ -43,32 +43,31 @@ def theorem(theory: Theory) -> Figure:
     left.loglog([x for x, _ in theory.predicted], [y for _, y in theory.predicted], color=plots.INK, lw=1)
     left.loglog([at for _, at, _ in theory.spectrum], [v for _, _, v in theory.spectrum], "o", ms=5,
                 color=colour("dp-ngd"))
-    left.set_title("noise follows F⁻¹")
+    left.set_title("noise follows F⁻¹", loc="left")
     left.set_xlabel("eigenvalue of the clamped F")
     left.set_ylabel("variance of the update")
     left.annotate("σ²C²/(B²λ), Theorem 1", (0.04, 0.06), xycoords="axes fraction", fontsize=8)
-    bound = theory.kl[0]["bound"]
     for clipped, ink in ((True, colour("dp-ngd")), (False, OKABE_ITO["blue"])):
         rows = [r for r in theory.kl if r["clipped"] is clipped]
         if rows:
-            middle.plot([r["quadratic"] for r in rows], [r["realised"] for r in rows], "o", ms=4, color=ink,
-                        label="clipped" if clipped else "not clipped")
-    top = max(r["realised"] for r in theory.kl) * 1.15
+            middle.plot([r["quadratic"] / r["bound"] for r in rows], [r["realised"] / r["bound"] for r in rows], "o",
+                        ms=4, color=ink, label="clipped" if clipped else "not clipped")
+    top = max(1.3, 1.15 * max(r["realised"] / r["bound"] for r in theory.kl))
     middle.plot([0, top], [0, top], color="#999999", lw=0.8)
-    middle.axvline(bound, color=plots.INK, lw=1)
-    middle.annotate("radius\nη²C²/2", (bound, 0), xytext=(3, 4), textcoords="offset points", fontsize=8)
-    middle.set_xlim(0, max(top, bound * 1.3))
+    middle.axvline(1, color=plots.INK, lw=1)
+    middle.annotate("the radius\nη²C²/2", (1, 0), xytext=(3, 4), textcoords="offset points", fontsize=8)
+    middle.set_xlim(0, 1.4)
     middle.set_ylim(0, top)
-    middle.set_title("one sample's step, in KL")
-    middle.set_xlabel("½ Δθᵀ F Δθ")
-    middle.set_ylabel("KL of the network's outputs")
-    middle.legend(loc="upper left", fontsize=8)
+    middle.set_title("one sample's step, in KL", loc="left")
+    middle.set_xlabel("½ Δθᵀ F Δθ, in radii")
+    middle.set_ylabel("KL of the network's outputs, in radii")
+    middle.legend(loc="upper left", fontsize=8, frameon=False)
     rows = sorted({r["share"]: r for r in theory.steps}.values(), key=lambda r: r["share"])
     right.loglog([r["share"] for r in rows], [r["squared"] / r["bound"] for r in rows], "o-", color=colour("dp-ngd"))
     right.axhline(1, color=plots.INK, lw=1)
     right.annotate("DP-SGD's bound", (0.05, 1), xycoords=("axes fraction", "data"), xytext=(0, -10),
                    textcoords="offset points", fontsize=8)
-    right.set_title("a lower floor, a longer step")
+    right.set_title("a lower floor, a longer step", loc="left")
     right.set_xlabel("floor / λ_safe")
     right.set_ylabel("E‖Δθ‖² / bound")
     return figure
@@ -85,6 +84,6 @@ def schedule(lambda_safe: float, lambda_base: float, T: int, T1: float = 0.1, p:
         ax.annotate(f"{name} = {value:g}", (0.5 * T, value), xytext=(0, 3), textcoords="offset points", fontsize=8,
                     ha="center")
     ax.set_ylim(0, 1.2 * lambda_safe)
-    ax.set_title(f"floor λ_t: T = {T}, T1 = {T1:g}, p = {p:g}")
+    ax.set_title(f"floor λ_t: T = {T}, T1 = {T1:g}, p = {p:g}", loc="left")
     ax.set_xlabel("step t")
     return figure

@@ -67,7 +67,10 @@ def point(ax: Axes, x: float, e: stats.Estimate, method: str, *, scale: float = 
     arms = bar(e)
     arms = None if arms is None else arms * scale
     place = {"x": e.mean * scale, "y": x, "xerr": arms} if horizontal else {"x": x, "y": e.mean * scale, "yerr": arms}
-    ax.errorbar(**place, fmt=MARKERS.get(method, "o"), color=colour(method), ms=5.5, capsize=2.5, lw=1.2, zorder=3)
+    look = {"fmt": MARKERS.get(method, "o"), "color": colour(method), "ms": 5.5, "capsize": 2.5, "lw": 1.2}
+    _, caps, bars = ax.errorbar(**place, **look, zorder=3)
+    for part in (*caps, *bars):  # two runs have intervals that leave the picture: they must not drown the means
+        part.set_alpha(0.45)
 
 
 def hollow(ax: Axes, x: float, y: float, method: str) -> None:
@@ -104,14 +107,19 @@ def stamp(figure: Figure, text: str) -> None:
     figure.get_layout_engine().set(rect=(0, 0.025, 1, 0.975))
 
 
-def save(figure: Figure, folder: Path, name: str) -> list[str]:
-    """PNG and SVG, without dates, so that the same data give the same files."""
+def png(figure: Figure) -> bytes:
+    return _file(figure, "png", {"Software": None})
+
+
+def save(figure: Figure, folder: Path, name: str, picture: bytes | None = None) -> None:
+    """PNG (`picture`, where it has been drawn already) and SVG, without dates: the same data give the same files."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = []
+    (folder / f"{name}.png").write_bytes(picture or png(figure))
+    (folder / f"{name}.svg").write_bytes(_file(figure, "svg", {"Date": None, "Creator": None}))
+
+
+def _file(figure: Figure, kind: str, metadata: dict) -> bytes:
+    buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=suffix, metadata=metadata)
-            (folder / f"{name}.{suffix}").write_bytes(buffer.getvalue())
-            names.append(f"{name}.{suffix}")
-    return names
+        figure.savefig(buffer, format=kind, metadata=metadata)
+    return buffer.getvalue()

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
-import torch
 
 PACKAGES = ("torch", "torchvision", "opacus", "numpy", "scikit-learn")
 NOT_FACTS = ("seconds", "where")
@@ -51,6 +50,8 @@ class Record:
 
 def where() -> dict:
     """Versions, hardware and commit of this process."""
+    import torch  # late: redrawing stored runs needs `commit`, but no torch
+
     return {
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats as scipy_stats
+from scipy.special import stdtrit  # Student's t quantile; scipy.stats would cost every notebook a second
 
 from dpngd.errors import UsageError
 
@@ -72,7 +72,7 @@ NOTHING = Estimate(math.nan, math.nan, 0, math.nan, math.nan)
 
 
 def _interval(mean: float, error: float, df: float, sd: float, n: int, kind: str) -> Estimate:
-    half = float(scipy_stats.t.ppf((1 + LEVEL) / 2, df)) * error if error > 0 else 0.0
+    half = float(stdtrit(df, (1 + LEVEL) / 2)) * error if error > 0 else 0.0
     return Estimate(float(mean), float(sd), n, float(mean - half), float(mean + half), kind)
 
 

@@ -11,7 +11,6 @@ Exploring in Jupyter saves nothing, so it never overwrites the figures of a prof
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ import pandas as pd
 from IPython.display import HTML, Image, display
 from matplotlib.figure import Figure
 
-from dpngd import claims, plots, profiles, stats, sweep
+from dpngd import claims, plots, profiles, record, stats, sweep
 from dpngd.config import RunConfig
 from dpngd.errors import unknown
 from dpngd.runs import Runs
@@ -107,11 +106,10 @@ class Study:
     def figure(self, figure: Figure, name: str, caption: str) -> None:
         """Show a figure with its stamp."""
         plots.stamp(figure, self.stamp())
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=110)
-        display(Image(buffer.getvalue(), alt=caption))
+        picture = plots.png(figure)
+        display(Image(picture, alt=caption))
         if self.out:
-            plots.save(figure, self.out, name)
+            plots.save(figure, self.out, name, picture)
         self.shown["figures"].append({"name": name, "caption": caption, "png": f"{name}.png", "svg": f"{name}.svg"})
 
     def stamp(self) -> str:
@@ -132,10 +130,10 @@ class Study:
             display(HTML(pd.DataFrame(rows).to_html(index=False, border=0)))
 
     def check(self) -> None:
-        """The verdicts as plain words: what nbval compares. Claims about time say only whether they were decided."""
-        for row in self.decided():
-            word = row["verdict"]
-            print(f"{row['id']}: {'decided' if row['timed'] and word != stats.NOT_RUN else word}")
+        """The verdicts as plain words: what nbval compares. Where another machine's rounding, or its clock, could turn
+        the verdict of a few small runs, it says only that there is one."""
+        for claim, row in zip(claims.of_notebook(self.notebook), self.decided(), strict=True):
+            print(f"{row['id']}: {row['verdict'] if claim.steady or row['verdict'] == stats.NOT_RUN else 'decided'}")
 
     def provenance(self) -> None:
         """Where the numbers come from; also the notebook's entry for the report."""
@@ -158,9 +156,7 @@ def hardware(where: Mapping[str, Any]) -> str:
 
 
 def commit() -> str:
-    from dpngd.record import commit  # late: it imports torch
-
-    return commit()
+    return record.commit()
 
 
 def bench_table(path: Path = BENCH) -> pd.DataFrame | None:
