@@ -12,6 +12,7 @@ figures: $(STAMP)
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest --nbval-lax --nbval-current-env notebooks   # trains what the store does not have: minutes
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
 """The notebook files: their parameters and check cells, and how a changed check cell gets its output.
 
 nbval compares a cell's output only where the file has one, with an execution count; so check cells keep theirs and all
-others are stored empty. `python -m dpngd.notebooks [NAME ...]` executes notebooks with their defaults and stores them so.
+others are stored empty. `python -m dpngd.notebooks [NAME ...]` executes notebooks with their defaults and stores
+them so.
 """
 
 from __future__ import annotations

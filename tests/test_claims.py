@@ -1,0 +1,227 @@
+"""Every claim can come out each way: the rules are tried on made-up runs with known answers."""
+
+import pytest
+from suite_records import runs_of
+
+from dpngd import claims, profiles, rules, rules_time, stats, suite
+from dpngd.config import METHODS
+from dpngd.params import published
+from dpngd.theory import Chi, Theory
+
+QUICK = profiles.load("quick")
+BY_ID = {c.id: c for c in claims.CLAIMS}
+BASE = {"dp-sgd": 60.0, "dp-sgd-pt": 61.0, "gep": 62.0, "adadps": 63.0, "dp-ngd": 66.0}
+SEEDS = [0, 1, 2]
+
+
+def artifact(name, **given):
+    return QUICK.configs(name, seeds=SEEDS, **given)
+
+
+def wobble(config):
+    """A difference between seeds that methods do not quite share, so that intervals have a length."""
+    return 0.3 * config.seed + 0.05 * ((config.seed + 2 * list(METHODS).index(config.method)) % 3)
+
+
+def table(values):
+    return lambda c: values[c.method] + wobble(c)
+
+
+def word(claim, runs):
+    return claims.decide(BY_ID[claim], {BY_ID[claim].source: runs})["verdict"]
+
+
+def test_ids_are_unique_and_sources_exist():
+    assert len(BY_ID) == len(claims.CLAIMS)
+    for claim in claims.CLAIMS:
+        assert claim.notebook in suite.NOTEBOOKS
+        if claim.source != "theory":
+            assert claim.source in suite.NOTEBOOKS[claim.notebook]
+        assert bool(claim.paper) is not claim.ours
+
+
+def test_every_artifact_of_the_paper_decides_something():
+    used = {c.source for c in claims.CLAIMS}
+    shown = {a for group in suite.NOTEBOOKS.values() for a in group}
+    assert shown - used == {"networks", "tuning"}  # shown, but no sentence of the paper rests on them
+
+
+def test_the_papers_leads_are_those_of_its_text():
+    leads = claims.paper_leads()
+    for row in published()["utility_table"]["text"][:2]:
+        assert leads[row["data"], row["epsilon"]] == pytest.approx(row["value"], abs=0.005)
+    assert all(lead > 0 for lead in leads.values())
+    assert BY_ID["best-everywhere"].paper == "all 15 cells, by 0.04 to 4.78 points"
+
+
+@pytest.mark.parametrize("name", [c.id for c in claims.CLAIMS])
+def test_without_runs_a_claim_is_not_run(name):
+    row = claims.decide(BY_ID[name], {})
+    assert (row["verdict"], row["ours"], row["n"]) == ("not run", "not run", 0)
+    if BY_ID[name].source != "theory":
+        empty = runs_of(artifact(BY_ID[name].source) if BY_ID[name].source != "tuning" else [], lambda c: {}["none"])
+        assert claims.decide(BY_ID[name], {BY_ID[name].source: empty})["verdict"] == "not run"
+
+
+@pytest.mark.parametrize(("ngd", "verdict"), [(66.0, "reproduced"), (63.03, "direction only"),
+                                              (60.0, "not reproduced")])
+def test_best_everywhere(ngd, verdict):
+    assert word("best-everywhere", runs_of(artifact("utility_table"), table({**BASE, "dp-ngd": ngd}))) == verdict
+
+
+def test_best_everywhere_is_against_the_best_baseline():
+    values = {**BASE, "dp-sgd": 70.0}
+    row = claims.decide(BY_ID["best-everywhere"],
+                        {"utility_table": runs_of(artifact("utility_table"), table(values))})
+    assert "-4.0" in row["ours"]
+    assert row["verdict"] == "not reproduced"
+
+
+def test_a_cell_that_was_not_run_keeps_the_claim_open():
+    runs = runs_of(artifact("utility_table"), lambda c: {4.0: BASE[c.method]}[c.epsilon] + wobble(c))
+    row = claims.decide(BY_ID["best-everywhere"], {"utility_table": runs})
+    assert row["verdict"] == "direction only"
+    assert "digits ε=1 not run" in row["ours"]
+
+
+@pytest.mark.parametrize(("small", "large", "verdict"), [(8.0, 1.0, "reproduced"), (1.0, 8.0, "not reproduced")])
+def test_stricter_larger(small, large, verdict):
+    lead = {1.0: small, 4.0: large}
+    runs = runs_of(artifact("utility_table"),
+                   lambda c: 60 + wobble(c) + (lead[c.epsilon] if c.method == "dp-ngd" else 0))
+    assert word("stricter-larger", runs) == verdict
+
+
+def test_every_budget_and_fewer_steps():
+    def accuracy(c, ahead):
+        return 50 + c.T / 2 + (ahead if c.method == "dp-ngd" else 0) + wobble(c)
+
+    faster = runs_of(artifact("convergence"), lambda c: accuracy(c, 16))
+    assert word("every-budget", faster) == "reproduced"
+    assert word("fewer-steps", faster) == "reproduced"  # DP-NGD at 10 steps has the baselines' 40-step accuracy
+    slower = runs_of(artifact("convergence"), lambda c: accuracy(c, -1))
+    assert word("every-budget", slower) == "not reproduced"
+    assert word("fewer-steps", slower) == "not reproduced"
+    theirs, ours = rules.steps_to_peak(slower, ["dp-sgd-pt", "adadps"])
+    assert set(theirs.values()) == {40}
+    assert set(ours.values()) == {41}, "never reached counts as more than the largest budget"
+
+
+@pytest.mark.parametrize(("slope", "verdict"), [(0.0, "reproduced"), (5.0, "not reproduced")])
+def test_few_images(slope, verdict):
+    size = {50: 0.0, 150: 0.5, 500: 1.0}
+    runs = runs_of(artifact("sample_efficiency"), lambda c: 60 + slope * size[c.public_size] + 0.1 * c.seed)
+    assert word("few-images", runs) == verdict
+
+
+def test_baselines_need_images_and_stay_behind():
+    def rising(c):
+        return 50 + c.public_size / 100 * (c.method != "dp-ngd") + 10 * (c.method == "dp-ngd") + wobble(c)
+
+    runs = runs_of(artifact("sample_efficiency"), rising)
+    assert word("baselines-need-images", runs) == "reproduced"
+    assert word("ahead-with-images", runs) == "reproduced"
+    flat = runs_of(artifact("sample_efficiency"), lambda c: 50 - 10 * (c.method == "dp-ngd") + wobble(c))
+    assert word("baselines-need-images", flat) != "reproduced"
+    assert word("ahead-with-images", flat) == "not reproduced"
+
+
+def test_any_source_compares_with_dp_sgd():
+    gain = {"photos": 3, "noise": 2, "dead-leaves": 2}
+    good = runs_of(artifact("sources"), lambda c: 60 + gain.get(c.public, 0) * (c.method == "dp-ngd") + wobble(c))
+    assert word("any-source", good) == "reproduced"
+    assert word("any-source", runs_of(artifact("sources"), lambda c: 60 - 5 * (c.public is not None) + wobble(c))) \
+        == "not reproduced"
+
+
+ORDER = {"dp-ngd": 70, "dp-ngd-post": 66, "dp-ngd-pre": 62, "dp-sgd-pt": 65, "dp-ngd-private-20": 56,
+         "dp-ngd-private-50": 54, "dp-ngd-fixed-floor": 68, "dp-ngd-one-sided": 66, "dp-ngd-factor-clamp": 70,
+         "dp-ngd-labels-exact": 70, "dp-ngd-labels-random": 70, "dp-ngd-no-floor": 10}
+
+
+@pytest.mark.parametrize("name", ["private-curvature", "public-curvature", "clipping-space", "dynamic-floor",
+                                  "mapping-back", "open-choices"])
+def test_ablations_come_out_both_ways(name):
+    source = BY_ID[name].source
+    right = runs_of(artifact(source), lambda c: ORDER[c.method] + wobble(c))
+    wrong = runs_of(artifact(source), lambda c: 100 - ORDER[c.method] + 5 * (c.method == "dp-ngd-labels-exact")
+                    + 3 * (c.method in ("dp-ngd-factor-clamp", "dp-ngd-labels-random")) + wobble(c))
+    assert word(name, right) == "reproduced"
+    assert word(name, wrong) == "not reproduced"
+
+
+def test_no_floor_must_blow_up():
+    def losses(config):
+        return [2.0, 5.0] if config.method == "dp-ngd-no-floor" else [2.0, 1.0]
+
+    configs = artifact("ablation_floor")
+    assert word("no-floor", runs_of(configs, lambda c: 50.0, losses=losses)) == "reproduced"
+    assert word("no-floor", runs_of(configs, lambda c: None if c.method == "dp-ngd-no-floor" else 50.0)) == "reproduced"
+    assert word("no-floor", runs_of(configs, lambda c: 50.0)) == "not reproduced"
+
+
+def test_dynamic_loss():
+    def losses(config):
+        late = {"dp-ngd": 0.5}.get(config.method, 0.8) + 0.01 * config.seed * (config.method == "dp-ngd")
+        return [2.0] * (config.T // 4) + [late] * (config.T - config.T // 4)
+
+    assert word("dynamic-loss", runs_of(artifact("ablation_floor"), lambda c: 50.0, losses=losses)) == "reproduced"
+    assert word("dynamic-loss", runs_of(artifact("ablation_floor"), lambda c: 50.0)) == "not reproduced"
+
+
+@pytest.mark.parametrize(("extra", "cost", "time"), [(1.5, "reproduced", "reproduced"),
+                                                     (20.0, "not reproduced", "not reproduced")])
+def test_time(extra, cost, time):
+    def seconds(config):
+        step = (extra if config.method == "dp-ngd" else 1.0) * (1 + 0.01 * config.seed)
+        return {"gradients": step * config.T, "setup": 100.0, "evaluation": 50.0}  # neither is a step's
+
+    runs = runs_of(artifact("overhead"), lambda c: 50 + c.T / 2 + 16 * (c.method == "dp-ngd") + wobble(c),
+                   seconds=seconds)
+    assert word("step-cost", runs) == cost
+    assert word("total-time", runs) == time
+
+
+def test_step_cost_is_against_the_papers_multiple():
+    assert claims.STEP_COST["cifar10"] == pytest.approx(38.2 / 14.2)
+    runs = runs_of(artifact("overhead"), lambda c: 50.0,
+                   seconds=lambda c: {"gradients": (2.5 if c.method == "dp-ngd" else 1.0) * c.T})
+    assert rules_time.step_cost({"digits": 2.0})(runs).word == "not reproduced"
+    assert rules_time.step_cost({"digits": 3.0})(runs).word == "reproduced"
+
+
+def test_robustness_varies_one_field_at_a_time():
+    configs = artifact("robustness")
+    bad_p = runs_of(configs, lambda c: 60 - 9 * (c.p == 2) + 0.01 * c.seed)
+    assert word("exponent", bad_p) == "not reproduced"
+    assert word("warm-up", bad_p) == "reproduced"
+    assert word("rare-updates", bad_p) == "reproduced"
+    rare = runs_of(configs, lambda c: 60 - 3 * (c.T_cur == 32) + wobble(c))
+    assert word("too-rare", rare) == "reproduced"
+    assert word("too-rare", runs_of(configs, lambda c: 60 + 3 * (c.T_cur == 32) + wobble(c))) == "not reproduced"
+
+
+def test_theory_notices_what_is_off():
+    good = Theory([Chi("m", 1.001, 20000)] * 2, [(Chi("b", 1.02, 5000), 1.0, 1.0)] * 3, [],
+                  [{"quadratic": 0.9, "realised": 0.5, "bound": 1.0, "clipped": False}] * 2,
+                  [{"squared": 0.9, "bound": 1.0, "safe": True, "slack": 0.01}] * 2,
+                  [{"data": "digits", "epsilon": 1.0, "T": 40, "method": m, "sigma": 4.5, "spent": 0.999}
+                   for m in ("dp-sgd", "dp-ngd")])
+    off = Theory([Chi("m", 1.2, 20000)] * 2, [(Chi("b", 1.3, 5000), 1.0, 1.0)] * 3, [],
+                 [{"quadratic": 1.1, "realised": 0.5, "bound": 1.0, "clipped": True}] * 2,
+                 [{"squared": 1.5, "bound": 1.0, "safe": True, "slack": 0.01}] * 2,
+                 [{"data": "digits", "epsilon": 1.0, "T": 40, "method": m, "sigma": s, "spent": 1.2}
+                  for m, s in (("dp-sgd", 4.5), ("dp-ngd", 4.0))])
+    for claim in (c for c in claims.CLAIMS if c.source == "theory"):
+        assert claims.decide(claim, {"theory": good})["verdict"] == "reproduced"
+        assert claims.decide(claim, {"theory": off})["verdict"] == "not reproduced"
+
+
+def test_rows_are_json():
+    import json
+
+    one = runs_of(QUICK.configs("utility_table", seeds=[0]), table(BASE))
+    row = claims.decide(BY_ID["stricter-larger"], {"utility_table": one})
+    assert row["low"] is None
+    assert row["verdict"] in (stats.DIRECTION, stats.NOT_REPRODUCED)
+    assert json.loads(json.dumps(row, allow_nan=False)) == row
