@@ -166,9 +166,9 @@ class Log:
 @torch.no_grad()
 def evaluate(model: nn.Module, x: Tensor, y: Tensor, size: int = 500) -> tuple[float, float]:
     """Accuracy and mean loss on images x (uint8)."""
-    right = loss = 0.0
-    for part, target in zip(x.split(size), y.split(size), strict=True):
-        logits = model(to_float(part))
+    right, loss, device = 0.0, 0.0, next(model.parameters()).device
+    for part, target in zip(x.split(size), y.to(device).split(size), strict=True):
+        logits = model(to_float(part.to(device)))
         right += float((logits.argmax(1) == target).sum())
         loss += float(F.cross_entropy(logits, target, reduction="sum"))
     return right / len(y), loss / len(y)

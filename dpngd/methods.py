@@ -135,7 +135,8 @@ def gep(setting: Setting) -> Method:
     check_memory(sum(z.numel() for z in geometry.like), len(setting.public), c.gep_directions)
     with torch.no_grad():
         classes = model(setting.public[:1]).shape[1]
-    y = torch.randint(classes, (len(setting.public),), generator=stream(c.seed, "labels"))  # drawn once, as theirs
+    y = torch.randint(classes, (len(setting.public),), generator=stream(c.seed, "labels"))  # once, as theirs
+    y = y.to(setting.public.device)
 
     def refresh() -> None:
         geometry.set(*principal_basis(plain, setting.public, y, c.gep_directions))

@@ -24,7 +24,8 @@ def pretrained(name: str, *, x: Tensor, y: Tensor | None, public_classes: int | 
     """A model for `classes` classes whose body was trained on the public images x (n, C, H, W), labels y or None."""
     shape = {"in_channels": x.shape[1], "size": x.shape[-1]}
     model = models.build(name, classes=classes, **shape, generator=weights)
-    teacher = models.build(name, classes=public_classes if y is not None else 4, **shape, generator=weights)
+    teacher = models.build(name, classes=public_classes if y is not None else 4, **shape, generator=weights).to(x.device)
+    y = None if y is None else y.to(x.device)
     optimizer = torch.optim.SGD(teacher.parameters(), lr=eta, momentum=MOMENTUM)
     for _ in range(steps):
         rows = torch.randint(len(x), (min(BATCH, len(x)),), generator=order)
@@ -36,7 +37,7 @@ def pretrained(name: str, *, x: Tensor, y: Tensor | None, public_classes: int | 
         raise UsageError(f"pre-training diverged at rate pt_eta = {eta}: lower it")
     head = head_name(model)
     body = {k: v for k, v in teacher.state_dict().items() if not k.startswith(f"{head}.")}
-    model.load_state_dict({**model.state_dict(), **body})
+    model.to(x.device).load_state_dict({**model.state_dict(), **body})
     return model
 
 
@@ -44,7 +45,7 @@ def rotated(x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Each image turned by a random number of quarter turns, which is its label."""
     turns = torch.randint(4, (len(x),), generator=generator)
     images = torch.stack([torch.rot90(image, int(k), (1, 2)) for image, k in zip(x, turns, strict=True)])
-    return images, turns
+    return images, turns.to(x.device)
 
 
 def head_name(model: nn.Module) -> str:

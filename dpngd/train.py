@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from dpngd import models
@@ -25,23 +26,31 @@ Progress = Callable[[int, float, Callable[[], float]], None]
 """Called after each step: the number of steps done, the batch's loss, and a function that computes epsilon so far."""
 
 
-def run(config: RunConfig, *, progress: Progress | None = None, views: int = MICRO_BATCH) -> Record:
+VIEWS_ON_GPU = 1024
+CPU = torch.device("cpu")
+
+
+def run(config: RunConfig, *, progress: Progress | None = None, views: int | None = None,
+        device: str | torch.device | None = None) -> Record:
     """Train as the config says and report. The same config gives the same facts, bit for bit, on one machine.
 
-    `views` is how many images are worked on at once: a matter of memory, not of results.
+    `device` is a GPU where there is one. `views` is how many images are worked on at once: a matter of memory, not of
+    results. All random numbers are drawn on the CPU, so the device does not change them.
     """
     clock = Clock()
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    views = views or (MICRO_BATCH if device.type == "cpu" else VIEWS_ON_GPU)
     with clock.phase("setup"):
         check_views(config)
         private, public = load(config)
-        batches = Batches(private, config, views)
+        batches = Batches(private, config, views, device)
         q, N = batches.sampler.q, batches.sampler.N
         spends = plan(config, q, N)  # before the model: an impossible budget is an error before anything is computed
-        model = initial_model(config, private, public)
+        images = None if public is None else to_float(public.x).to(device)
+        model = initial_model(config, private, public, images).to(device)
         per_sample = PerSample(model, K=config.K)
-        images = None if public is None else to_float(public.x)
         method = build(Setting(config, per_sample, spends, private.shape, images,
-                               Batches(private, config, views, purpose="curvature-").draw))
+                               Batches(private, config, views, device, purpose="curvature-").draw))
         geometry, noise = TimedGeometry(method.geometry, clock), stream(config.seed, "noise")
         ema, log = EMA(model, config.ema), Log(config, model, method)
 
@@ -82,13 +91,13 @@ def load(config: RunConfig) -> tuple[Private, Public | None]:
     return private, public
 
 
-def initial_model(config: RunConfig, private: Private, public: Public | None) -> nn.Module:
+def initial_model(config: RunConfig, private: Private, public: Public | None, images: Tensor | None) -> nn.Module:
     """theta_0: random, or pre-trained on the public set for dp-sgd-pt."""
     channels, size = private.shape[:2]
     weights = stream(config.seed, "weights")
     if config.method != "dp-sgd-pt":
         return models.build(config.model, classes=private.classes, in_channels=channels, size=size, generator=weights)
-    return pretrained(config.model, x=to_float(public.x), y=public.y, public_classes=public.classes,
+    return pretrained(config.model, x=images, y=public.y, public_classes=public.classes,
                       classes=private.classes, steps=config.pt_steps, eta=config.pt_eta, weights=weights,
                       order=stream(config.seed, "pretraining"))
 
@@ -99,8 +108,9 @@ class Batches:
     `purpose` names their random streams, so that every method takes its gradients from the very same batches.
     """
 
-    def __init__(self, private: Private, config: RunConfig, views: int = MICRO_BATCH, purpose: str = ""):
-        self.private, self.K, self.views = private, config.K, views
+    def __init__(self, private: Private, config: RunConfig, views: int = MICRO_BATCH,
+                 device: torch.device = CPU, purpose: str = ""):
+        self.private, self.K, self.views, self.device = private, config.K, views, device
         self.sampler = PoissonSampler(private.N, config.B, stream(config.seed, f"{purpose}sampling"))
         self.augmentation = stream(config.seed, f"{purpose}augmentation")
         self.rule = views_of(config.data) if config.augment else None
@@ -114,10 +124,10 @@ class Batches:
         size = max(1, self.views // self.K)
         for lo in range(0, len(rows), size):
             part = rows[lo : lo + size]
-            x = self.private.x_train[part]
+            x = self.private.x_train[part].to(self.device)
             x = to_float(x) if chosen is None else take_views(x, chosen[lo * self.K : (lo + size) * self.K],
                                                               pad=self.rule.pad)
-            yield x, self.private.y_train[part]
+            yield x, self.private.y_train[part].to(self.device)
 
 
 if __name__ == "__main__":
