@@ -24,8 +24,8 @@ def pretrained(name: str, *, x: Tensor, y: Tensor | None, public_classes: int | 
     """A model for `classes` classes whose body was trained on the public images x (n, C, H, W), labels y or None."""
     shape = {"in_channels": x.shape[1], "size": x.shape[-1]}
     model = models.build(name, classes=classes, **shape, generator=weights)
-    teacher = models.build(name, classes=public_classes if y is not None else 4, **shape, generator=weights).to(x.device)
-    y = None if y is None else y.to(x.device)
+    teacher = models.build(name, classes=public_classes if y is not None else 4, **shape, generator=weights)
+    teacher, y = teacher.to(x.device), None if y is None else y.to(x.device)
     optimizer = torch.optim.SGD(teacher.parameters(), lr=eta, momentum=MOMENTUM)
     for _ in range(steps):
         rows = torch.randint(len(x), (min(BATCH, len(x)),), generator=order)
