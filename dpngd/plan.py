@@ -26,7 +26,7 @@ def listing(profile: Profile, wanted: Wanted, store: Store) -> str:
             counted |= keys
             hours = sum(profile.seconds(runs[k]) for k in new) / 3600
             shared = f"  ({len(keys) - len(new)} shared with rows above)" if len(new) < len(keys) else ""
-            lines.append(f"{notebook:32}{artifact:22}{len(keys):6}{len(keys & done):8}{hours:10.3g}{shared}")
+            lines.append(f"{notebook:32}{artifact:22}{len(keys):6}{len(keys & done):8}{spell(hours):>10}{shared}")
         if not groups:
             lines.append(f"{notebook:32}{'(no training)':22}{0:6}{0:8}{0:10.2f}")
     lines += ["", f"{'method':22}{'data':10}{'model':11}{'eps':>5}{'T':>7}{'B':>6}{'q':>9}{'sigma':>9}{'runs':>6}"
@@ -38,13 +38,17 @@ def listing(profile: Profile, wanted: Wanted, store: Store) -> str:
             kv[0][2]).zfill(9)):
         hours = sum(map(profile.seconds, group)) / 3600
         q, sigma = noise(group[0])
-        lines.append(f"{method:22}{data:10}{model:11}{epsilon:5g}{T:7}{B:6}{q:9.5f}{sigma:>9}{len(group):6}{hours:10.3g}")
+        lines.append(f"{method:22}{data:10}{model:11}{epsilon:5g}{T:7}{B:6}{q:9.5f}{sigma:>9}{len(group):6}{spell(hours):>10}")
     total = sum(map(profile.seconds, runs.values())) / 3600
     left = sum(profile.seconds(c) for k, c in runs.items() if k not in done) / 3600
     steps = sum(c.T for c in runs.values())
-    lines += ["", f"{len(runs)} runs, {steps:,} steps, {total:,.3g} hours on {profile.settings['cost']['device']} "
-                  f"(estimated); {len(done)} stored, {left:,.3g} hours left"]
+    lines += ["", f"{len(runs)} runs, {steps:,} steps, {spell(total)} hours on {profile.settings['cost']['device']} "
+                  f"(estimated); {len(done)} stored, {spell(left)} hours left"]
     return "\n".join(lines)
+
+
+def spell(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
 def noise(config: RunConfig) -> tuple[float, str]:

@@ -22,7 +22,8 @@ def notebook(folder, *sources):
     return folder
 
 
-LEAVE = "import json, os, pathlib\n_ = (pathlib.Path(os.environ['DPNGD_FIGURES']) / 'x.json').write_text(json.dumps(train))"
+LEAVE = """import json, os, pathlib
+_ = pathlib.Path(os.environ["DPNGD_FIGURES"], "x.json").write_text(json.dumps(train))"""
 
 
 @pytest.mark.parametrize(("argv", "message"), [
