@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     store = prepare_store(args)
     train = args.train or args.refresh or not store.shipped_path.exists()
     failures = train_missing(wanted, store, args.jobs) if train else []
-    outcomes = run_notebooks(args, train)
+    outcomes = run_notebooks(args)
     failures += [f"{o.notebook}: {o.error}" for o in outcomes if o.error]
     try:
         page = report.write(args.profile.name, args.output)
@@ -120,9 +120,9 @@ def train_missing(wanted: dict[str, dict[str, list[RunConfig]]], store: Store, j
     return []
 
 
-def run_notebooks(args: argparse.Namespace, train: bool) -> list[Outcome]:
-    """Each in its own process, `jobs` at a time; what failed in training is not trained again."""
-    del train  # the sweep is done: whatever is still missing failed, or is not to be trained
+def run_notebooks(args: argparse.Namespace) -> list[Outcome]:
+    """Each in its own process, `jobs` at a time. They train nothing: what the sweep left missing failed, or is not to
+    be trained."""
     parameters = {"profile": args.profile.name, "train": False, "jobs": 1, **args.params}
     with ThreadPoolExecutor(min(args.jobs, 4)) as pool:
         return list(pool.map(lambda name: execute(name, parameters, args.output, timeout=args.timeout, html=args.html),
