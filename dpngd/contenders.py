@@ -21,8 +21,9 @@ from dpngd.baselines import (
 )
 from dpngd.curvature import KFAC
 from dpngd.geometry import Euclidean, Kronecker
-from dpngd.gradients import PerSample, micro_batches
+from dpngd.gradients import PerSample, pieces
 from dpngd.mechanism import GaussianMechanism, Geometry
+from dpngd.parallel import Workers
 from dpngd.streams import stream
 
 Step = Callable[[], None]
@@ -113,8 +114,11 @@ def _private(bench: Bench, geometry: Geometry, clips: tuple[float, ...] = (1.0,)
     per_sample = PerSample(copy.deepcopy(bench.model), K=bench.K)
     mechanism, noise = GaussianMechanism(clips, 1.0, bench.B), stream(0, "noise")
 
+    workers = Workers(per_sample, torch.get_num_threads())
+    views = bench.K * workers.size(bench.B, bench.micro_batch, bench.K)
+
     def step() -> None:
-        batches = micro_batches(per_sample, bench.x, bench.y, bench.micro_batch)
+        batches = workers.gradients(pieces(bench.x, bench.y, bench.K, views))
         per_sample.add_(mechanism.release(batches, geometry, per_sample.zeros(), noise).direction, -1e-6)
 
     return per_sample, step

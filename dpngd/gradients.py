@@ -74,6 +74,11 @@ class PerSample:
         self.layers = trainable_layers(model)
         self._unchecked = check
 
+    @property
+    def checked(self) -> bool:
+        """Whether the model has passed the check that its first micro-batch brings."""
+        return not self._unchecked
+
     def zeros(self) -> Blocks:
         p = next(self.model.parameters())
         return [p.new_zeros(layer.shape) for layer in self.layers]
@@ -162,10 +167,15 @@ the next one reads it: 64 was the fastest of 8 to 256 on the networks here (`pyt
 
 def micro_batches(per_sample: PerSample, x: Tensor, y: Tensor, views: int = MICRO_BATCH) -> Iterator[SampleGradients]:
     """The gradients of x (b*K, ...), y (b,), a few samples at a time: memory does not grow with the batch."""
-    K = per_sample.K
+    for part in pieces(x, y, per_sample.K, views):
+        yield per_sample(*part)
+
+
+def pieces(x: Tensor, y: Tensor, K: int, views: int = MICRO_BATCH) -> Iterator[tuple[Tensor, Tensor]]:
+    """x (b*K, ...), y (b,) in micro-batches of whole samples."""
     n = max(1, views // K)
     for lo in range(0, len(y), n):
-        yield per_sample(x[lo * K : (lo + n) * K], y[lo : lo + n])
+        yield x[lo * K : (lo + n) * K], y[lo : lo + n]
 
 
 class Tape:

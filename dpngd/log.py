@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpngd import privacy
 from dpngd.config import RunConfig
 from dpngd.data import Private, Public
-from dpngd.gradients import Blocks, PerSample, SampleGradients
+from dpngd.gradients import Blocks, SampleGradients
 from dpngd.mechanism import GaussianMechanism, Geometry, Release
 from dpngd.methods import Method, Spend
 from dpngd.recipe import to_float
@@ -78,11 +78,13 @@ class TimedGeometry:
             return self.geometry.back(releases)
 
 
-def timed_gradients(per_sample: PerSample, batch: Iterable[tuple[Tensor, Tensor]], clock: Clock,
-                    ) -> Iterator[SampleGradients]:
-    for x, y in batch:
+def timed(gradients: Iterator[SampleGradients], clock: Clock) -> Iterator[SampleGradients]:
+    """The same gradients; the time until each is there counts as theirs."""
+    while True:
         with clock.phase("gradients"):
-            g = per_sample(x, y)
+            g = next(gradients, None)
+        if g is None:
+            return
         yield g
 
 

@@ -15,8 +15,9 @@ from dpngd.config import RunConfig
 from dpngd.data import Private, Public, check_disjoint, load_private, load_public
 from dpngd.errors import UsageError
 from dpngd.gradients import MICRO_BATCH, PerSample
-from dpngd.log import Clock, Log, TimedGeometry, timed_gradients
+from dpngd.log import Clock, Log, TimedGeometry, timed
 from dpngd.methods import Setting, build, plan
+from dpngd.parallel import Workers
 from dpngd.pretrain import pretrained
 from dpngd.recipe import EMA, PoissonSampler, draw_views, take_views, to_float, views_of
 from dpngd.record import Record
@@ -49,6 +50,7 @@ def run(config: RunConfig, *, progress: Progress | None = None, views: int | Non
         images = None if public is None else to_float(public.x).to(device)
         model = initial_model(config, private, public, images).to(device)
         per_sample = PerSample(model, K=config.K)
+        workers = Workers(per_sample, torch.get_num_threads() if device.type == "cpu" else 1)
         method = build(Setting(config, per_sample, spends, private.shape, images,
                                Batches(private, config, views, device, purpose="curvature-").draw))
         geometry, noise = TimedGeometry(method.geometry, clock), stream(config.seed, "noise")
@@ -61,7 +63,7 @@ def run(config: RunConfig, *, progress: Progress | None = None, views: int | Non
         except FloatingPointError:  # its estimate overflows at these weights, or is nan
             log.diverged()
             break
-        gradients = timed_gradients(per_sample, batches.draw(), clock)
+        gradients = timed(workers.gradients(batches.draw()), clock)
         release = method.mechanism.release(gradients, geometry, per_sample.zeros(), noise)  # Module 3
         per_sample.add_(release.direction, -config.eta)
         ema.update()

@@ -1,0 +1,80 @@
+"""Per-sample gradients on several cores: micro-batches side by side, each on one core.
+
+Small networks gain little from two threads inside every operation; two micro-batches at a time keep both cores busy
+(`python -m dpngd.bench` shows by how much). Each worker thread has a replica of the model that shares its parameters'
+memory, since a pass hangs hooks on the modules. Results come in order, and are those of one thread, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import queue
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from dpngd.gradients import PerSample, SampleGradients
+
+Batch = Iterable[tuple[Tensor, Tensor]]
+
+
+def replica(model: nn.Module) -> nn.Module:
+    """A copy of the modules on the very same parameters and buffers: an update of one is an update of both."""
+    shared = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, memo=shared)  # what the memo holds is not copied
+
+
+class Workers:
+    """`threads` cores at work on the micro-batches of a step; with one thread, no more than a loop."""
+
+    def __init__(self, per_sample: PerSample, threads: int):
+        self.per_sample, self.threads = per_sample, threads
+        self._free: queue.SimpleQueue[PerSample] = queue.SimpleQueue()
+        if threads > 1:
+            self._pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+            for _ in range(threads):
+                model = replica(per_sample.model)
+                self._free.put(PerSample(model, per_sample.loss, per_sample.K, check=False))
+
+    def size(self, samples: int, views: int, K: int) -> int:
+        """Samples in a micro-batch: `views` views, or fewer so that a small batch too has one for each thread."""
+        return max(1, min(views // K, -(-samples // self.threads)))
+
+    def gradients(self, batch: Batch) -> Iterator[SampleGradients]:
+        """The gradients of each micro-batch (x, y), in order. At most threads + 1 of them are held at a time."""
+        if self.threads == 1:
+            yield from (self.per_sample(x, y) for x, y in batch)
+            return
+        waiting: deque[Future[SampleGradients]] = deque()
+        with alone():
+            for x, y in batch:
+                if not self.per_sample.checked:  # the replicas have no check of their own
+                    yield self.per_sample(x, y)
+                    continue
+                waiting.append(self._pool.submit(self._one, x, y))
+                if len(waiting) > self.threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+    def _one(self, x: Tensor, y: Tensor) -> SampleGradients:
+        per_sample = self._free.get()
+        try:
+            return per_sample(x, y)
+        finally:
+            self._free.put(per_sample)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """This thread on one core while the workers have the others: threads that wait by spinning would slow them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
