@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from dpngd import models
 from dpngd.contenders import CONTENDERS, Bench, Contender, NotApplicable
-from dpngd.errors import UsageError, exit_code, unknown
+from dpngd.errors import Parser, UsageError, exit_code, unknown
 from dpngd.gradients import MICRO_BATCH
 from dpngd.streams import stream
 
@@ -148,7 +148,7 @@ def table(report: dict) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m dpngd.bench", description=__doc__.split("\n\n")[0])
+    p = Parser(prog="python -m dpngd.bench", description=__doc__.split("\n\n")[0])
     p.add_argument("--models", nargs="+", default=["resnet-20", "wrn-10-1", "wrn-16-4"], metavar="MODEL")
     p.add_argument("--contenders", nargs="+", default=list(CONTENDERS), metavar="NAME", help=", ".join(CONTENDERS))
     p.add_argument("--batch", type=int, help="samples a step (default 256; 64 for wrn-16-4)")

@@ -5,27 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import NoReturn
 
 import torch
 from tqdm import tqdm
 
 from dpngd import profiles
 from dpngd.config import FIELDS, METHODS, RunConfig
-from dpngd.errors import UsageError, unknown
+from dpngd.errors import Parser, UsageError, unknown
 from dpngd.record import Record
 from dpngd.train import run
 
 CELL = {"method": "dp-ngd", "data": "digits", "epsilon": 2.0, "seed": 0}
 """What a run is of when nothing is said; every other setting is the profile's for that method and data set."""
 KINDS = {"int": int, "float": float, "str": str}
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as everything here does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
 
 
 def parse(argv: list[str] | None) -> tuple[RunConfig, argparse.Namespace]:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 
 class UsageError(ValueError):
     """Bad input. The message is one line: what is wrong, where, and what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line, as everything here does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
 
 
 def unknown(kind: str, name: object, valid: Iterable[str]) -> UsageError:

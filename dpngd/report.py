@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import html
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import jinja2
 import yaml
 
 from dpngd import claims, profiles, stats
-from dpngd.errors import UsageError, exit_code
+from dpngd.errors import Parser, UsageError, exit_code
 from dpngd.params import published
 from dpngd.store import ROOT, Store, write_atomically
 from dpngd.suite import NOTEBOOKS, commit
@@ -96,12 +95,31 @@ def heading(notebook: str) -> str:
     return html.unescape("".join(cells[0]["source"]).splitlines()[0].lstrip("# "))
 
 
+def markdown(data: dict[str, Any]) -> str:
+    """The claims table of a claims.json, for the README."""
+    rows = ["| claim | paper | ours | n | verdict | notebook |", "| --- | --- | --- | --- | --- | --- |"]
+    for c in data["claims"]:
+        who = " (ours to ask)" if c["asked_by_us"] else ""
+        cells = (c["sentence"] + who, f"{c['paper']} ({c['place']})", c["ours"], c["n"], f"**{c['verdict']}**",
+                 c["notebook"][:2])
+        rows.append("| " + " | ".join("-" if x in (None, "") else str(x).replace("|", "/") for x in cells) + " |")
+    return "\n".join(rows)
+
+
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    if len(argv) != 1:
-        raise UsageError("give one profile: python -m dpngd.report quick")
-    profiles.load(argv[0])
-    print(write(argv[0], ROOT / "figures" / argv[0]).relative_to(ROOT))
+    parser = Parser(prog="python -m dpngd.report", description="Draw a profile's page anew.")
+    parser.add_argument("profile")
+    parser.add_argument("--markdown", action="store_true", help="print its claims table instead, and write nothing")
+    args = parser.parse_args(argv)
+    profiles.load(args.profile)
+    folder = ROOT / "figures" / args.profile
+    if args.markdown:
+        path = folder / "claims.json"
+        if not path.exists():
+            raise UsageError(f"figures/{args.profile}/claims.json is missing: run run_all.py --profile {args.profile}")
+        print(markdown(json.loads(path.read_text(encoding="utf-8"))))
+    else:
+        print(write(args.profile, folder).relative_to(ROOT))
     return 0
 
 

@@ -78,7 +78,7 @@ def test_an_empty_folder_is_an_error(tmp_path):
 
 
 def test_the_command_takes_a_profile():
-    with pytest.raises(UsageError, match="one profile"):
+    with pytest.raises(UsageError, match="profile"):
         report.main([])
     with pytest.raises(UsageError, match=r"unknown profile 'quik'.*did you mean 'quick'"):
         report.main(["quik"])
