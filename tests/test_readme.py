@@ -1,9 +1,14 @@
 """What the README shows is run, not believed."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from dpngd.report import markdown
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -29,3 +34,12 @@ def test_the_commands_it_names_exist():
 def test_the_files_it_names_exist():
     for path in re.findall(r"\]\(((?!http)[^)#]+)\)", README):
         assert (ROOT / path).exists(), path
+
+
+def test_the_claims_table_is_the_committed_report():
+    """The README and figures/quick/claims.json are made together; a later `make figures` does not count."""
+    shown = subprocess.run(["git", "show", "HEAD:figures/quick/claims.json"], cwd=ROOT, capture_output=True, text=True)
+    if shown.returncode:
+        pytest.skip("not a git checkout: the committed report cannot be told from a newer one")
+    table = re.search(r"<!-- claims:quick -->\n(.*?)\n<!-- /claims -->", README, re.S)[1]
+    assert table == markdown(json.loads(shown.stdout))
