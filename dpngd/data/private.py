@@ -156,4 +156,4 @@ def _choose(n: int, N: int | None, seed: int, validation: float, name: str) -> t
 
 
 def _labels(y: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(y, np.int64))
+    return torch.from_numpy(np.array(y, np.int64))  # a copy: the arrays of a file are shared, and read-only
