@@ -1,7 +1,7 @@
 """params/*.yaml: reading them, laying one over another, and looking up the value of a cell.
 
 `paper.yaml` is complete. Any other profile overrides some of it, and a key that is not in paper.yaml is an error;
-`published.yaml` holds the paper's numbers.
+`published.yaml` holds the paper's numbers, and `tuned/<profile>.yaml` what its grid search chose.
 """
 
 from __future__ import annotations
@@ -63,7 +63,13 @@ def settings(name: str) -> dict[str, Any]:
     if name not in profile_names():
         raise unknown("profile", name, profile_names())
     paper = read("paper")
-    return paper if name == "paper" else merge(paper, read(name), f"{name}.yaml")
+    merged = paper if name == "paper" else merge(paper, read(name), f"{name}.yaml")
+    return {**merged, "tuned": winners(name)}
+
+
+def winners(name: str) -> dict[str, Any]:
+    """What the profile's grid search chose, by method and data set; nothing where it was not run."""
+    return read(f"tuned/{name}") if (PARAMS / "tuned" / f"{name}.yaml").exists() else {}
 
 
 def merge(base: Mapping, over: Mapping, file: str, path: tuple[str, ...] = (), depth: int | None = None) -> dict:

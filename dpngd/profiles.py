@@ -11,6 +11,9 @@ The Euclidean step rule (section 3.3 of the paper, for every method; see the com
 | S | the largest norm of a clipped sample: C, or sqrt(C0^2 + C1^2) for GEP |
 | l, r | powers of F^-1 before the clipping and in the map back (`MAPS`) |
 | eta_sgd, C_sgd | rate and clipping threshold of DP-SGD in the same cell |
+
+On top of that come the winners of the profile's own grid search, `settings["tuned"]` (params/tuned/<profile>.yaml,
+written by `dpngd.tuning`): a factor `rate` on that eta, a factor `T` on the steps, and the method's own parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ __all__ = ["Profile", "load", "profile_names", "published"]
 MAPS = {"dp-ngd-pre": (0.0, 1.0), "dp-ngd-post": (1.0, 0.0), "dp-ngd-one-sided": (0.5, 0.0)}  # (l, r), else 1/2 both
 _CELL = ("method", "data", "epsilon", "seed")
 _COMMON = tuple(n for n in FIELDS if n not in METHOD_FIELDS and n not in (*_CELL, "eta"))
-SHAPES = {"methods": list, "cells": dict, "vary": dict, "seeds": list | None, "grid": dict}
+SHAPES = {"methods": list, "cells": dict, "vary": dict, "seeds": list | None, "grid": dict, "arms": dict}
 Names = Sequence[str] | None
 
 
@@ -53,6 +56,12 @@ class Profile:
             raise UsageError(f"{self.name}: seeds = {self.seeds!r} must be a list")
         for name, section in {**self.settings["artifacts"], "tuning": self.settings["tuning"]}.items():
             self._check(name, section)
+        for method, by_data in self.settings["tuned"].items():
+            for data, axes in by_data.items():
+                for kind, name, valid in (("method", method, METHODS), ("data set", data, self.settings["data"]),
+                                          *(("field", n, [*FIELDS, "rate"]) for n in axes)):
+                    if name not in valid:
+                        raise UsageError(f"tuned/{self.name}.yaml: {unknown(kind, name, valid)}")
         reused = set(self.settings["tuning"]["seeds"]) & set(self.seeds)
         if reused:
             raise UsageError(f"{self.name}: seed {min(reused)} is used for tuning and for results")
@@ -112,13 +121,30 @@ class Profile:
         for name in changes:
             if name not in FIELDS and name != "rate":
                 raise unknown("field", name, [*FIELDS, "rate"])
+        return self._config(method, data, epsilon, seed, self.tuned(method, data), changes)
+
+    def tuned(self, method: str, data: str) -> dict[str, Any]:
+        """What the grid search chose: `rate` and `T`, which are factors, and the method's own parameters.
+
+        An arm of DP-NGD has DP-NGD's, and its own rate is a factor on that.
+        """
+        winners = self.settings["tuned"]
+        base = self.tuned(METHODS[method].arm_of, data) if METHODS[method].arm_of else {}
+        own = winners.get(method, {}).get(data, {})
+        return {**base, **own, "rate": base.get("rate", 1.0) * own.get("rate", 1.0)}
+
+    def _config(self, method: str, data: str, epsilon: float, seed: int, tuned: dict, changes: dict) -> RunConfig:
         if not in_interval(epsilon, "(0, inf)"):
             raise UsageError(f"epsilon = {epsilon!r}: must be in (0, inf)")
-        rate = changes.pop("rate", 1.0)
+        changes = {n: v for n, v in changes.items() if v is not None}  # null in a list of values: as it is elsewhere
+        rate = tuned.get("rate", 1.0) * changes.pop("rate", 1.0)
         wanted = (*_COMMON, *METHODS[method].uses)
-        values = {n: self.setting(n, method, data, epsilon) for n in wanted} | changes
+        own = {n: v for n, v in tuned.items() if n not in ("rate", "T")}
+        values = {n: self.setting(n, method, data, epsilon) for n in wanted}
+        values["T"] = max(1, round(tuned.get("T", 1.0) * values["T"]))
+        values |= {n: v for n, v in own.items() if n in wanted} | changes
         second_order = "dp-ngd" in (method, METHODS[method].arm_of)
-        derived = (self._whitened if second_order else self._plain)(values, method, data, epsilon, changes)
+        derived = (self._whitened if second_order else self._plain)(values, method, data, epsilon, own | changes)
         derived["eta"] = number(derived["eta"] * rate)
         values |= {n: v for n, v in derived.items() if n not in changes and n in (*wanted, "eta")}
         if "evals" not in changes:
@@ -177,18 +203,23 @@ class Profile:
         for method in methods or section["methods"]:
             for data, row in cells.items():
                 for epsilon, seed in itertools.product(row, seeds or section["seeds"] or self.seeds):
-                    for changes in self._variants(artifact, section, method, data, epsilon):
-                        config = self.config(method, data, epsilon, seed, **changes)
+                    for config in self._runs(artifact, section, method, data, epsilon, seed):
                         found.setdefault(config.key(), config)
         return list(found.values())
+
+    def _runs(
+        self, artifact: str, section: dict, method: str, data: str, epsilon: float, seed: int
+    ) -> Iterable[RunConfig]:
+        if artifact == "tuning":
+            yield from (config for _, config in self.trials(method, data, epsilon, seed))
+        else:
+            for changes in self._variants(artifact, section, method, data, epsilon):
+                yield self.config(method, data, epsilon, seed, **changes)
 
     def _variants(self, artifact: str, section: dict, method: str, data: str, epsilon: float) -> Iterable[dict]:
         """The changes to a cell's settings that an artifact asks for."""
         if method not in METHODS:
             raise unknown("method", method, METHODS)
-        if artifact == "tuning":
-            yield from self._trials(section, method, data, epsilon)
-            return
         reads = {*_COMMON, *METHODS[method].uses, "eta", "rate"}
         for name, values in section["vary"].items() or [("", ())]:
             if not reads & set(name.split("+")):
@@ -197,18 +228,28 @@ class Profile:
             for value in pick(values, data, epsilon, f"{name} of {artifact}", method):
                 yield {n: v for n, v in joint(name, value).items() if n in reads}
 
-    def _trials(self, section: dict, method: str, data: str, epsilon: float) -> Iterable[dict]:
-        """All combinations of a method's grid."""
+    def trials(self, method: str, data: str, epsilon: float, seed: int) -> list[tuple[dict[str, Any], RunConfig]]:
+        """The grid search of a method: what each trial sets `rate`, `T` and its own parameters to, and its run.
+
+        `rate` and `T` are factors on the settings before any tuning. An arm starts from what was chosen for its
+        method: it has no trials before that, and only on the data sets that `arms` names for it.
+        """
+        section, base, arm_of = self.settings["tuning"], {}, METHODS[method].arm_of
         if method not in section["grid"]:
             raise unknown("method in the tuning grid", method, section["grid"])
-        grid = section["grid"][method]
-        for values in itertools.product(*grid.values()):
-            changes: dict[str, Any] = {"validation": section["validation"]}
-            for name, value in zip(grid, values, strict=True):
-                changes |= joint(name, value)
-            if "T" in changes:
-                changes["T"] = max(1, round(changes["T"] * self.setting("T", method, data, epsilon)))
-            yield changes
+        if arm_of:
+            if data not in section["arms"].get(method, []) or data not in self.settings["tuned"].get(arm_of, {}):
+                return []
+            base = self.tuned(arm_of, data)
+        found = []
+        for values in itertools.product(*section["grid"][method].values()):
+            axes: dict[str, Any] = {}
+            for axis, value in zip(section["grid"][method], values, strict=True):
+                axes |= joint(axis, value)
+            tuned = {**base, **axes, "rate": base.get("rate", 1.0) * axes.get("rate", 1.0)}
+            changes = {"validation": section["validation"]}
+            found.append((axes, self._config(method, data, epsilon, seed, tuned, changes)))
+        return found
 
     def all_configs(self) -> list[RunConfig]:
         """Every run of the profile, each once."""

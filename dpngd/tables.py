@@ -6,6 +6,7 @@ import math
 
 import pandas as pd
 
+from dpngd import tuning as tuned
 from dpngd.config import METHODS
 from dpngd.params import published
 from dpngd.rules import steps_to_peak
@@ -129,9 +130,9 @@ def tuning(runs: Runs) -> tuple[pd.DataFrame, str, str, pd.DataFrame]:
     for method in runs.methods():
         for cell in runs.cells():
             here = runs.where(method=method, data=cell[0], epsilon=cell[1])
-            scored = [(r["accuracy"], c) for c, r in here.each() if r["accuracy"] is not None]
-            if scored:
-                accuracy, best = max(scored, key=lambda s: (s[0], -s[1].eta))
+            best = tuned.best(here)
+            if best is not None:
+                accuracy = here.found[best.key()]["accuracy"]
                 own = {n: getattr(best, n) for n in ("lambda_safe", "pt_steps", "adadps_e", "C0", "C1")}
                 rows.append({"method": METHODS[method].label, "data": cell[0], "ε": f"{cell[1]:g}",
                              "trials": len(here), "best η": f"{best.eta:g}", "T": best.T,

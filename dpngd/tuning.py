@@ -1,0 +1,73 @@
+"""The grid search of a profile: its trials, what won, and the file that every other run takes its rate and steps from.
+
+    python -m dpngd.tuning cpu       # runs the trials that are missing, writes params/tuned/cpu.yaml
+
+The trials are on a validation part of the private training set, with seeds that no other run has: the test set chooses
+nothing. The winner has the highest accuracy there; of equals, the one with the smaller rate. First every method of the
+comparison, each with the same number of trials; then the arms of DP-NGD, which start from what won for DP-NGD.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from dpngd import params, profiles, sweep
+from dpngd.config import METHODS, RunConfig
+from dpngd.errors import Parser, UsageError, exit_code
+from dpngd.runs import Runs
+from dpngd.store import Store, write_atomically
+
+
+def best(runs: Runs) -> RunConfig | None:
+    """The run with the highest accuracy, the smaller rate of equals; None where none ended well."""
+    scored = [(r["accuracy"], -c.eta, i, c) for i, (c, r) in enumerate(runs.each()) if r["accuracy"] is not None]
+    return max(scored)[-1] if scored else None
+
+
+def winners(profile: profiles.Profile, store: Store) -> dict[str, dict[str, dict[str, Any]]]:
+    """Method -> data set -> what its best trial set. A search with trials missing has no winner yet."""
+    section, found = profile.settings["tuning"], {}
+    for method in section["grid"]:
+        for data, (epsilon, *more) in section["cells"].items():
+            if more or len(section["seeds"]) != 1:
+                raise UsageError(f"{profile.name}: tuning takes one epsilon a data set, and one seed")
+            trials = profile.trials(method, data, epsilon, section["seeds"][0])
+            runs = Runs.of([config for _, config in trials], (store.get(config) for _, config in trials))
+            if trials and not runs.missing and (won := best(runs)) is not None:
+                found.setdefault(method, {})[data] = next(axes for axes, config in trials if config == won)
+    return found
+
+
+def write(profile: str, store: Store) -> dict[str, Any]:
+    """Write params/tuned/<profile>.yaml; nothing where no search is complete."""
+    found = winners(profiles.load(profile), store)
+    if found:
+        head = f"# Written by `python -m dpngd.tuning {profile}`: the trials that won. rate and T are factors.\n"
+        write_atomically(params.PARAMS / "tuned" / f"{profile}.yaml",
+                         head + yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=100))
+    return found
+
+
+def search(profile: str, store: Store, jobs: int = 2) -> dict[str, Any]:
+    """All trials, in two rounds: the methods, then the arms from what won for their method."""
+    for _ in range(2):
+        sweep.ensure(profiles.load(profile).configs("tuning"), store=store, jobs=jobs)
+        found = write(profile, store)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = Parser(prog="python -m dpngd.tuning", description="The grid search of a profile.", allow_abbrev=False)
+    p.add_argument("profile", help=f"one of {', '.join(profiles.profile_names())}")
+    p.add_argument("--jobs", type=int, default=2, help="runs at once (default 2)")
+    args = p.parse_args(argv)
+    for method, by_data in search(args.profile, Store(args.profile), args.jobs).items():
+        for data, axes in by_data.items():
+            print(f"{METHODS[method].label:24} {data:8} " + " ".join(f"{n}={v:g}" for n, v in axes.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_code(main))

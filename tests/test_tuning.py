@@ -1,0 +1,111 @@
+"""The grid search: who wins, what is written, and that the other runs use it."""
+
+import pytest
+
+from dpngd import params, tuning
+from dpngd.errors import UsageError
+from dpngd.profiles import load, profile_names
+from dpngd.runs import Runs
+from dpngd.store import Store
+
+GRID = """
+tuning:
+  cells: {cifar10: [2]}
+  seeds: [77]
+  arms: {dp-ngd-pre: [cifar10]}
+  grid:
+    dp-sgd: {rate: [0.5, 1.0, 2.0], T: [0.5, 1.0]}
+    gep: {rate: [1.0, 2.0, 4.0], C0+C1: [[1.0, 2.0], [3.0, 4.0]]}
+    dp-ngd: {rate: [0.5, 1.0, 2.0], lambda_safe: [0.04, 0.09]}
+    dp-ngd-pre: {rate: [0.5, 1.0]}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A profile `mine` of its own folder, and its store."""
+    (tmp_path / "paper.yaml").write_text((params.PARAMS / "paper.yaml").read_text())
+    (tmp_path / "mine.yaml").write_text(GRID)
+    monkeypatch.setattr(params, "PARAMS", tmp_path)
+    return Store("mine", root=tmp_path / "store", results=tmp_path / "results")
+
+
+def fill(store, accuracy):
+    for config in load("mine").configs("tuning"):
+        if store.get(config) is None:
+            store.put(config, {"accuracy": accuracy(config), "status": "ok"})
+
+
+def test_the_best_trial_wins_and_every_other_run_uses_it(mine):
+    before = load("mine")
+    assert not [c for c in before.configs("tuning") if c.method == "dp-ngd-pre"], "an arm waits for its method"
+    base = {m: before.config(m, "cifar10", 4, 0) for m in ("dp-sgd", "gep", "dp-ngd", "dp-ngd-pre")}
+    best = {"dp-sgd": lambda c: c.eta == 4.0 and c.T == 660, "gep": lambda c: c.C0 == 3.0 and c.eta < 1,
+            "dp-ngd": lambda c: c.lambda_safe == 0.09 and c.eta == pytest.approx(0.03)}
+    fill(mine, lambda c: 0.5 + 0.1 * best[c.method](c))
+    assert tuning.write("mine", mine) == {
+        "dp-sgd": {"cifar10": {"rate": 2.0, "T": 0.5}},
+        "gep": {"cifar10": {"rate": 1.0, "C0": 3.0, "C1": 4.0}},
+        "dp-ngd": {"cifar10": {"rate": 0.5, "lambda_safe": 0.09}},
+    }
+    after = load("mine")
+    now = {m: after.config(m, "cifar10", 4, 0) for m in base}
+    assert (now["dp-sgd"].eta, now["dp-sgd"].T) == (2 * base["dp-sgd"].eta, base["dp-sgd"].T / 2)
+    assert (now["gep"].C0, now["gep"].C1, now["gep"].eta) == (3.0, 4.0, pytest.approx(2 / 5))
+    assert now["dp-ngd"].eta == pytest.approx(0.5 * 2.0 * 0.3 / 10), "half of what the rule gives at that floor"
+    assert now["dp-ngd"].lambda_base == pytest.approx(0.09 / 4)
+    assert now["dp-ngd-pre"].lambda_safe == 0.09, "an arm follows its method"
+    assert after.config("dp-sgd", "svhn", 4, 0) == before.config("dp-sgd", "svhn", 4, 0)
+    trials = [c.key() for c in after.configs("tuning")]
+    assert trials[: len(trials) - 2] == [c.key() for c in before.configs("tuning")], "the search stays where it was"
+
+
+def test_then_the_arms_find_their_rate(mine):
+    fill(mine, lambda c: 0.1 + c.eta / 100)  # the largest rate
+    tuning.write("mine", mine)
+    fill(mine, lambda c: 0.9 - c.eta)  # the smallest
+    assert tuning.write("mine", mine)["dp-ngd-pre"] == {"cifar10": {"rate": 0.5}}
+    profile = load("mine")
+    assert profile.tuned("dp-ngd", "cifar10")["rate"] == 2.0
+    assert profile.tuned("dp-ngd-pre", "cifar10") == {"rate": 1.0, "lambda_safe": 0.09}
+    ngd, pre = (profile.config(m, "cifar10", 2, 0) for m in ("dp-ngd", "dp-ngd-pre"))
+    assert pre.eta * pre.C / pre.lambda_safe == pytest.approx(0.5 * ngd.eta * ngd.C / ngd.lambda_safe**0.5, rel=1e-5)
+
+
+def test_equals_and_runs_that_ended_badly(mine):
+    fill(mine, lambda c: None if c.eta <= 1.0 and c.method == "dp-sgd" else 0.5)
+    found = tuning.write("mine", mine)
+    assert found["dp-sgd"]["cifar10"]["rate"] == 1.0, "of equals the smallest rate, diverged runs apart"
+
+
+def test_a_search_with_a_trial_missing_has_no_winner(mine):
+    assert tuning.write("mine", mine) == {}
+    assert not (params.PARAMS / "tuned").exists()
+    configs = load("mine").configs("tuning")
+    for config in configs[:-1]:
+        mine.put(config, {"accuracy": 0.5, "status": "ok"})
+    assert set(tuning.write("mine", mine)) == {c.method for c in configs} - {configs[-1].method}
+
+
+def test_a_mistake_in_the_file_of_winners(mine):
+    (params.PARAMS / "tuned").mkdir()
+    for text, message in (("dp-sgdd: {svhn: {rate: 1}}", "unknown method 'dp-sgdd'"),
+                          ("dp-sgd: {svnh: {rate: 1}}", "unknown data set 'svnh'"),
+                          ("dp-sgd: {svhn: {rat: 1}}", "unknown field 'rat'")):
+        (params.PARAMS / "tuned" / "mine.yaml").write_text(text)
+        with pytest.raises(UsageError, match=f"^tuned/mine.yaml: {message}"):
+            load("mine")
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_shipped_winners_are_those_of_the_shipped_trials(name):
+    """Nothing is typed by hand: the file of winners follows from results/<profile>.jsonl."""
+    store = Store(name)
+    if not store.shipped_path.exists():
+        assert not params.winners(name), f"winners of {name} without the trials behind them"
+        pytest.skip(f"{name} ships no results")
+    assert tuning.winners(load(name), store) == params.winners(name)
+
+
+def test_the_best_of_no_runs():
+    assert tuning.best(Runs([], {})) is None
