@@ -247,7 +247,7 @@ class Profile:
             for axis, value in zip(section["grid"][method], values, strict=True):
                 axes |= joint(axis, value)
             tuned = {**base, **axes, "rate": base.get("rate", 1.0) * axes.get("rate", 1.0)}
-            changes = {"validation": section["validation"]}
+            changes = {"validation": section["validation"], "evals": section["evals"]}
             found.append((axes, self._config(method, data, epsilon, seed, tuned, changes)))
         return found
 

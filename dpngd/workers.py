@@ -139,7 +139,8 @@ class _Worker(threading.Thread):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**os.environ, **KEEP_PAGES, **THREADS, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+            env={**os.environ, **KEEP_PAGES, **THREADS,
+                 "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             start_new_session=True,  # Ctrl-C reaches the parent alone, which then stops its workers
         )
         process.stdin.write(task)
