@@ -1,7 +1,7 @@
 """The paper's claims as data: sentence, place, published numbers, the runs that decide it, and the rule.
 
 `published()` numbers are computed from params/published.yaml, ours from stored runs; nothing is typed here but the
-words. `ours` marks questions that the paper does not answer; their paper column is empty.
+words. A claim with a `question` is ours: the paper does not answer it, and its paper column is empty.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ class Claim:
     paper: str  # the published numbers, in words
     source: str  # the artifact whose runs decide it, or "theory"
     rule: Callable[[Any], Decision]
-    ours: bool = False  # asked by us, not by the paper
+    question: str = ""  # asked by us, not by the paper
     timed: bool = False  # rests on a clock: its verdict may differ from one run to the next
     steady: bool = False  # under `quick` its verdict has a margin that no other machine's rounding bridges: checked
+
+    @property
+    def ours(self) -> bool:
+        return bool(self.question)
 
 
 def _text(section: str, name: str, **where: Any) -> Any:
@@ -113,6 +117,9 @@ CLAIMS: tuple[Claim, ...] = (
           P["utility_table"]["place"], _leads(), "utility_table", rules.best_in_every_cell),
     Claim("stricter-larger", "01_utility_table", "The advantage is larger under stricter privacy.",
           P["utility_table"]["place"], _small_epsilon(), "utility_table", rules.larger_when_stricter),
+    Claim("other-networks", "01_utility_table", "DP-NGD gains over DP-SGD on another network and with augmentation.",
+          "our question", "", "networks", rules.over_each(("model", "K"), "dp-sgd"),
+          question="Does the gain hang on the network, or on training without augmentation?"),
     Claim("every-budget", "02_convergence_curves", "DP-NGD is more accurate at every step budget.",
           P["convergence"]["place"], "every point of the figure", "convergence", rules.higher_at_every_budget,
           steady=True),
@@ -129,7 +136,9 @@ CLAIMS: tuple[Claim, ...] = (
           P["sample_efficiency"]["place"], "all three below DP-NGD at 5,000 images", "sample_efficiency",
           rules.ahead_with_most_images, steady=True),
     Claim("any-source", "03_public_sample_efficiency", "DP-NGD gains over DP-SGD whatever the public images are.",
-          "our question", "", "sources", rules.over("public", "dp-sgd"), ours=True),
+          "our question", "", "sources", rules.over("public", "dp-sgd"),
+          question="Does the gain over DP-SGD survive when the public images are of another kind, two photographs, or "
+                   "noise?"),
     Claim("private-curvature", "04_ablations", "Curvature paid from the privacy budget falls below DP-SGD-PT.",
           P["ablation_decoupling"]["place"],
           _table("ablation_decoupling", "dp-sgd-pt", "dp-ngd-private-20", "dp-ngd-private-50"), "ablation_decoupling",
@@ -149,16 +158,24 @@ CLAIMS: tuple[Claim, ...] = (
           P["ablation_floor"]["place"], "the whole curve", "ablation_floor",
           rules.lower_loss("dp-ngd", "dp-ngd-fixed-floor")),
     Claim("mapping-back", "04_ablations", "Mapping back with F^-1/2 helps: one-sided whitening is worse.",
-          "our question", "", "ablation_ours", rules.chain(("dp-ngd", "dp-ngd-one-sided")), ours=True),
+          "our question", "", "ablation_ours", rules.chain(("dp-ngd", "dp-ngd-one-sided")),
+          question="Is the second F^-1/2, which maps the noisy sum back, worth its noise?"),
+    Claim("clamped-share", "04_ablations", "Most eigenvalues lie on the floor all through a run.",
+          "our question", "", "ablation_floor", rules.mostly_clamped,
+          question="What does the share of clamped eigenvalues do over a run?"),
     Claim("open-choices", "04_ablations", "Clamping factors or product, and the Fisher's labels, change under 1 point.",
           "our question", "", "ablation_ours",
-          rules.alike(("dp-ngd-factor-clamp", "dp-ngd-labels-exact", "dp-ngd-labels-random"), 1.0), ours=True),
+          rules.alike(("dp-ngd-factor-clamp", "dp-ngd-labels-exact", "dp-ngd-labels-random"), 1.0),
+          question="Does it matter whether factors or their product are clamped, and which labels the Fisher takes?"),
     Claim("step-cost", "05_wallclock_overhead", "A DP-NGD step costs no more than the paper's multiple of DP-SGD-PT's.",
           P["overhead"]["place"], "; ".join(f"{d} {v:.1f} times" for d, v in STEP_COST.items()), "overhead",
           rules_time.step_cost(STEP_COST), timed=True),
     Claim("total-time", "05_wallclock_overhead", "Time to DP-SGD-PT's peak is comparable or lower.",
           P["overhead"]["place"], "; ".join(f"{d} {v:.2f} times as fast" for d, v in TOTAL.items()), "overhead",
           rules_time.total_time(TOTAL), timed=True),
+    Claim("equal-trials", "06_hyperparameter_robustness", "DP-SGD stays behind when it gets as many trials.",
+          "our question", "", "tuning", rules.best_trial_ahead("dp-sgd"),
+          question="Does the gain survive when DP-SGD gets the same number of trials?"),
     Claim("rare-updates", "06_hyperparameter_robustness", "Curvature may be 16 steps old.", P["robustness"]["place"],
           f"less than {DROP} points from T_cur 1 to 16", "robustness", rules.spread("T_cur", DROP, upto=16)),
     Claim("too-rare", "06_hyperparameter_robustness", "At 32 steps accuracy declines.", P["robustness"]["place"],
@@ -170,8 +187,8 @@ CLAIMS: tuple[Claim, ...] = (
           _axis("T1"), "robustness", rules.spread("T1", SMALL)),
 )
 
-ROW = ("id", "notebook", "sentence", "place", "paper", "ours", "asked_by_us", "timed", "verdict", "n", "rule", "mean",
-       "low", "high")
+ROW = ("id", "notebook", "sentence", "question", "place", "paper", "ours", "timed", "verdict", "n", "runs", "planned",
+       "rule", "mean", "low", "high")
 
 
 def of_notebook(notebook: str) -> list[Claim]:
@@ -179,17 +196,35 @@ def of_notebook(notebook: str) -> list[Claim]:
 
 
 def decide(claim: Claim, sources: Mapping[str, Runs | Theory]) -> dict[str, Any]:
-    """A claim's row in claims.json."""
+    """A claim's row in claims.json. As long as planned runs are missing, "direction only" is the most it can say."""
     source = sources.get(claim.source)
-    if source is None or (isinstance(source, Runs) and not len(source)):
+    runs, planned = (len(source), len(source.configs)) if isinstance(source, Runs) else (0, 0)
+    if source is None or (isinstance(source, Runs) and not runs):
         decision = Decision(stats.Verdict(stats.NOT_RUN, None, ""), stats.NOT_RUN, 0)
     else:
         decision = claim.rule(source)
-    e = decision.verdict.estimate
-    values = (claim.id, claim.notebook, claim.sentence, claim.place, claim.paper, decision.ours, claim.ours,
-              claim.timed, decision.word, decision.n, decision.verdict.rule, *((e.mean, e.low, e.high) if e else
-                                                                              (None, None, None)))
+    word, e = decision.word, decision.verdict.estimate
+    if word == stats.REPRODUCED and runs < planned:
+        word = stats.DIRECTION
+    values = (claim.id, claim.notebook, claim.sentence, claim.question, claim.place, claim.paper, decision.ours,
+              claim.timed, word, decision.n, runs, planned, decision.verdict.rule,
+              *((e.mean, e.low, e.high) if e else (None, None, None)))
     return {k: stats_number(v) for k, v in zip(ROW, values, strict=True)}
+
+
+HELD = {stats.REPRODUCED: "It holds", stats.DIRECTION: "The runs lean that way, no more",
+        stats.NOT_REPRODUCED: "It does not hold", stats.NOT_RUN: "Not run yet"}
+
+
+def answer(row: Mapping[str, Any]) -> str:
+    """What the runs say to a question of ours."""
+    said = "" if row["verdict"] == stats.NOT_RUN else f": {row['ours']}"
+    return f"{row['sentence']} {HELD[row['verdict']]}{said}{'' if said.endswith('.') else '.'}"
+
+
+def seeds(row: Mapping[str, Any]) -> str:
+    """n of a row, and how many of its runs there are as long as some are missing."""
+    return str(row["n"]) + (f" ({row['runs']} of {row['planned']} runs)" if row["runs"] < row["planned"] else "")
 
 
 def stats_number(value: Any) -> Any:

@@ -7,10 +7,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dpngd import plots, stats
+from dpngd.config import METHODS
 from dpngd.figures import SHORT, seeds, title
 from dpngd.params import published
 from dpngd.plots import colour, end_labels, hollow, label, point, settle
 from dpngd.runs import Runs, step_phases
+from dpngd.tuning import expected_best
 
 P = published()
 PHASES = {"gradients": "#0072B2", "whitening": "#D55E00", "curvature": "#E69F00", "rest": "#999999"}
@@ -132,4 +134,27 @@ def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
     settle(axes[0], shown, 0.3, room=3)
     axes[0].set_ylabel("points above the default")
     figure.suptitle(f"{seeds(runs)}; hollow: the paper, UTKFace; grey: ±1 point", fontsize=7.5, x=0.99, ha="right")
+    return figure
+
+
+def trials(runs: Runs) -> Figure:
+    """What a search of k trials is worth: the expected best validation accuracy of k of a method's trials."""
+    cells = runs.cells()
+    figure, axes = plots.new(len(cells), width=max(6.2, 3.7 * len(cells)), height=3.3)
+    for ax, (data, epsilon) in zip(axes, cells, strict=True):
+        here, ends, shown = runs.where(data=data, epsilon=epsilon), [], []
+        for m in here.methods():
+            found = here.accuracies(method=m)
+            if METHODS[m].arm_of or not found:
+                continue
+            best = [expected_best(found, k) for k in range(1, len(found) + 1)]
+            ax.plot(range(1, len(best) + 1), best, color=colour(m), lw=1.6, marker=plots.MARKERS.get(m, "o"), ms=3.5)
+            ends.append((len(best), best[-1], label(m), colour(m)))
+            shown += best
+        settle(ax, shown, 0.08, room=2)
+        end_labels(ax, ends)
+        ax.set_title(title(here, data, epsilon), loc="left")
+        ax.set_xlabel("trials")
+        ax.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].set_ylabel("expected best validation accuracy, %")
     return figure

@@ -76,13 +76,14 @@ def compute(left: dict[str, dict], profile: str) -> dict[str, Any]:
 def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: profiles.Profile) -> str:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True,
                              lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    words = [row["verdict"] for row in data["claims"] if not row["asked_by_us"]]
+    words = [row["verdict"] for row in data["claims"] if not row["question"]]
     return env.get_template("report.html.j2").render(
         **data, left=left, image=lambda name: picture(folder / name),
         counts=[(word, words.count(word)) for word in stats.VERDICTS], total=len(words),
         deviations=yaml.safe_load((TEMPLATES / "deviations.yaml").read_text(encoding="utf-8")),
         inconsistencies=published()["inconsistencies"], defaults=settings.settings["defaults"], seeds=settings.seeds,
-        device=settings.settings["cost"]["device"], heading=heading, css_class=lambda word: word.replace(" ", "-"))
+        device=settings.settings["cost"]["device"], heading=heading, css_class=lambda word: word.replace(" ", "-"),
+        answer=claims.answer, seeds_of=claims.seeds)
 
 
 def picture(path: Path) -> str:
@@ -99,8 +100,8 @@ def markdown(data: dict[str, Any]) -> str:
     """The claims table of a claims.json, for the README."""
     rows = ["| claim | paper | ours | n | verdict | notebook |", "| --- | --- | --- | --- | --- | --- |"]
     for c in data["claims"]:
-        who = " (ours to ask)" if c["asked_by_us"] else ""
-        cells = (c["sentence"] + who, f"{c['paper']} ({c['place']})", c["ours"], c["n"], f"**{c['verdict']}**",
+        who = " (ours to ask)" if c["question"] else ""
+        cells = (c["sentence"] + who, f"{c['paper']} ({c['place']})", c["ours"], claims.seeds(c), f"**{c['verdict']}**",
                  c["notebook"][:2])
         rows.append("| " + " | ".join("-" if x in (None, "") else str(x).replace("|", "/") for x in cells) + " |")
     return "\n".join(rows)

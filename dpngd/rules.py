@@ -186,6 +186,37 @@ def over(field: str, rival: str) -> Rule:
     return rule
 
 
+def over_each(fields: Sequence[str], rival: str) -> Rule:
+    """DP-NGD above another method, for every combination of these fields that was asked for."""
+    def rule(runs: Runs) -> Decision:
+        parts = []
+        for cell in runs.cells():
+            here = runs.where(data=cell[0], epsilon=cell[1])
+            for values in dict.fromkeys(tuple(getattr(c, f) for f in fields) for c in here.configs):
+                chosen = dict(zip(fields, values, strict=True))
+                parts.append((", ".join(f"{f}={v}" for f, v in chosen.items()),
+                              above(here.where(**chosen), NGD, {"method": rival})))
+        return together(parts)
+    return rule
+
+
+def best_trial_ahead(rival: str) -> Rule:
+    """Accuracy of DP-NGD's best trial less that of the rival's, on the validation part: one difference a data set."""
+    def rule(runs: Runs) -> Decision:
+        leads = {}
+        for data, epsilon in runs.cells():
+            here = runs.where(data=data, epsilon=epsilon)
+            ours, theirs = (here.accuracies(method=m) for m in ("dp-ngd", rival))
+            if ours and theirs:
+                leads[name((data, epsilon))] = max(ours) - max(theirs)
+        verdict = stats.greater(stats.mean(list(leads.values()), "difference over data sets"))
+        said = "; ".join(f"{cell} {lead:+.2f} points" for cell, lead in leads.items())
+        trials = {m: len(runs.where(method=m)) // max(1, len(runs.cells())) for m in ("dp-ngd", rival)}
+        return Decision(verdict, f"{said} (best of {trials['dp-ngd']} and of {trials[rival]} trials)" if leads
+                        else stats.NOT_RUN, len(leads))
+    return rule
+
+
 def chain(*pairs: tuple[str, str]) -> Rule:
     """For each pair of methods and each cell, the first is more accurate than the second."""
     def rule(runs: Runs) -> Decision:
@@ -214,6 +245,19 @@ def diverges(method: str) -> Rule:
         said = f"{blown} of {len(records)} runs end above their first loss or in NaN ({nan} in NaN)"
         return Decision(verdict, said if records else stats.NOT_RUN, len(records))
     return rule
+
+
+def mostly_clamped(runs: Runs) -> Decision:
+    """More than half of the eigenvalues lie on DP-NGD's floor, at every look of every run."""
+    shares = [[a["clamped_share"] for a in r["diagnostics"]["along"] if a.get("clamped_share") is not None]
+              for r in runs.where(**NGD).records]
+    shares = [s for s in shares if s]
+    if not shares:
+        return Decision(stats.outcome([]), stats.NOT_RUN, 0)
+    start, least, end = (100 * sum(f(s) for s in shares) / len(shares) for f in (lambda s: s[0], min, lambda s: s[-1]))
+    return Decision(stats.outcome([min(s) > 0.5 for s in shares]),
+                    f"{start:.1f}% of the eigenvalues at the first look, {least:.1f}% at the fewest, {end:.1f}% at the "
+                    f"last (means of {len(shares)} runs)", len(shares))
 
 
 def blown_up(record: Mapping[str, Any]) -> bool:

@@ -70,6 +70,10 @@ class Runs:
         """Seed -> accuracy in percent, of the runs that ended well."""
         return {c.seed: 100 * r["accuracy"] for c, r in self.where(**fields).each() if r["accuracy"] is not None}
 
+    def accuracies(self, **fields: Any) -> list[float]:
+        """Accuracy in percent of every run that ended well, one seed after the other."""
+        return [100 * r["accuracy"] for r in self.where(**fields).records if r["accuracy"] is not None]
+
     def mean(self, **fields: Any) -> stats.Estimate:
         return stats.mean(list(self.by_seed(**fields).values()))
 

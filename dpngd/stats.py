@@ -11,7 +11,8 @@ where both ran the same seeds (same initial weights, batches and public images),
 | `outcome`: happened in every run | in all of two runs or more | in one single run, or in most | otherwise |
 | `every`: a conjunction over cells | all cells | more than half hold at least in direction | otherwise |
 
-Whatever the numbers, one run has no interval and gives "direction only" at best, and none gives "not run".
+Whatever the numbers, one run has no interval and gives "direction only" at best, and none gives "not run". Two runs
+with the very same difference count as one: they say nothing about its spread.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def ratio(a: Mapping[int, float], b: Mapping[int, float]) -> Estimate:
 def _decide(estimate: Estimate, rule: str, reproduced: bool, direction: bool) -> Verdict:
     if estimate.n == 0:
         return Verdict(NOT_RUN, None, rule)
-    if estimate.n == 1:  # no interval, whatever it says
+    if estimate.n == 1 or (estimate.n == 2 and estimate.low == estimate.high):  # no interval, whatever it says
         return Verdict(DIRECTION if direction else NOT_REPRODUCED, estimate, rule)
     return Verdict(REPRODUCED if reproduced else DIRECTION if direction else NOT_REPRODUCED, estimate, rule)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from IPython.display import HTML, Image, display
+from IPython.display import HTML, Image, Markdown, display
 from matplotlib.figure import Figure
 
 from dpngd import claims, plots, profiles, record, stats, sweep
@@ -124,10 +124,16 @@ class Study:
 
     def verdicts(self) -> None:
         """Paper against ours."""
-        rows = [{"claim": r["sentence"], "paper": r["paper"] or "not in the paper", "ours": r["ours"], "n": r["n"],
-                 "verdict": r["verdict"]} for r in self.decided()]
+        rows = [{"claim": r["sentence"], "paper": r["paper"] or "not in the paper", "ours": r["ours"],
+                 "n": claims.seeds(r), "verdict": r["verdict"]} for r in self.decided()]
         with pd.option_context("display.max_colwidth", None):
             display(HTML(pd.DataFrame(rows).to_html(index=False, border=0)))
+
+    def answers(self) -> None:
+        """What the paper does not answer: a paragraph each."""
+        for row in self.decided():
+            if row["question"]:
+                display(Markdown(f"**{row['question']}** {claims.answer(row)}"))
 
     def check(self) -> None:
         """The verdicts as plain words: what nbval compares. Where another machine's rounding, or its clock, could turn

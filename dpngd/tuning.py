@@ -9,6 +9,8 @@ comparison, each with the same number of trials; then the arms of DP-NGD, which 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -24,6 +26,12 @@ def best(runs: Runs) -> RunConfig | None:
     """The run with the highest accuracy, the smaller rate of equals; None where none ended well."""
     scored = [(r["accuracy"], -c.eta, i, c) for i, (c, r) in enumerate(runs.each()) if r["accuracy"] is not None]
     return max(scored)[-1] if scored else None
+
+
+def expected_best(accuracies: Sequence[float], k: int) -> float:
+    """The mean, over all choices of k of the n trials, of the best one: sum_i v_(i) C(i-1, k-1) / C(n, k)."""
+    ranked = sorted(accuracies)
+    return sum(v * math.comb(i, k - 1) for i, v in enumerate(ranked)) / math.comb(len(ranked), k)
 
 
 def winners(profile: profiles.Profile, store: Store) -> dict[str, dict[str, dict[str, Any]]]:

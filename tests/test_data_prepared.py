@@ -116,3 +116,15 @@ def test_faces_need_a_name_for_every_image_and_plausible_ages(tmp_path):
     ):
         with pytest.raises(UsageError, match=message):
             make({**good, **wrong}, form, "a test")
+
+
+def test_a_file_is_read_once_and_again_when_it_was_replaced(tmp_path):
+    path = write(make(split_arrays(), FORM, "a test"), tmp_path)
+    first = read(path, FORM)
+    assert read(path, FORM) is first
+    with pytest.raises(ValueError, match="read-only"):
+        first.arrays["x_train"][0] = 0
+    other = split_arrays()
+    other["x_train"] = 255 - other["x_train"]
+    write(make(other, FORM, "another"), tmp_path)
+    assert read(path, FORM).source == "another"

@@ -210,3 +210,11 @@ def test_a_verdict_is_one_of_four_and_reproduced_needs_two_runs(values, margin):
     assert verdict in stats.VERDICTS
     assert len(values) >= 2 or verdict != REPRODUCED
     assert (verdict == NOT_RUN) == (not values)
+
+
+def test_two_equal_runs_are_no_proof():
+    twice, thrice = stats.mean([2.0, 2.0], "paired difference"), stats.mean([2.0, 2.0, 2.0], "paired difference")
+    assert (twice.low, twice.high) == (2.0, 2.0)
+    assert stats.greater(twice).verdict == stats.within(twice, 3.0).verdict == stats.DIRECTION
+    assert stats.greater(thrice).verdict == stats.REPRODUCED
+    assert stats.at_least(stats.ratio({0: 4.0, 1: 4.0}, {0: 2.0, 1: 2.0}), 1.5).verdict == stats.DIRECTION

@@ -1,5 +1,7 @@
 """The grid search: who wins, what is written, and that the other runs use it."""
 
+import itertools
+
 import pytest
 
 from dpngd import params, tuning
@@ -109,3 +111,10 @@ def test_shipped_winners_are_those_of_the_shipped_trials(name):
 
 def test_the_best_of_no_runs():
     assert tuning.best(Runs([], {})) is None
+
+
+def test_the_expected_best_of_k_trials():
+    values = [3.0, 1.0, 4.0, 1.5, 9.0]
+    for k in range(1, 6):
+        every = [max(chosen) for chosen in itertools.combinations(values, k)]
+        assert tuning.expected_best(values, k) == pytest.approx(sum(every) / len(every))
