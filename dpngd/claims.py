@@ -187,8 +187,8 @@ CLAIMS: tuple[Claim, ...] = (
           _axis("T1"), "robustness", rules.spread("T1", SMALL)),
 )
 
-ROW = ("id", "notebook", "sentence", "question", "place", "paper", "ours", "timed", "verdict", "n", "runs", "planned",
-       "rule", "mean", "low", "high")
+ROW = ("id", "notebook", "sentence", "question", "place", "paper", "ours", "brief", "timed", "verdict", "n", "runs",
+       "planned", "rule", "mean", "low", "high")
 
 
 def of_notebook(notebook: str) -> list[Claim]:
@@ -207,7 +207,7 @@ def decide(claim: Claim, sources: Mapping[str, Runs | Theory]) -> dict[str, Any]
     if word == stats.REPRODUCED and runs < planned:
         word = stats.DIRECTION
     values = (claim.id, claim.notebook, claim.sentence, claim.question, claim.place, claim.paper, decision.ours,
-              claim.timed, word, decision.n, runs, planned, decision.verdict.rule,
+              decision.brief or decision.ours, claim.timed, word, decision.n, runs, planned, decision.verdict.rule,
               *((e.mean, e.low, e.high) if e else (None, None, None)))
     return {k: stats_number(v) for k, v in zip(ROW, values, strict=True)}
 

@@ -97,28 +97,40 @@ def heading(notebook: str) -> str:
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """The claims table of a claims.json, for the README."""
+    """The claims table of a claims.json, for the README: a claim of many parts in one line."""
     rows = ["| claim | paper | ours | n | verdict | notebook |", "| --- | --- | --- | --- | --- | --- |"]
     for c in data["claims"]:
         who = " (ours to ask)" if c["question"] else ""
-        cells = (c["sentence"] + who, f"{c['paper']} ({c['place']})", c["ours"], claims.seeds(c), f"**{c['verdict']}**",
-                 c["notebook"][:2])
+        cells = (c["sentence"] + who, f"{c['paper'] or '-'} ({c['place']})", c["brief"], claims.seeds(c),
+                 f"**{c['verdict']}**", c["notebook"][:2])
         rows.append("| " + " | ".join("-" if x in (None, "") else str(x).replace("|", "/") for x in cells) + " |")
     return "\n".join(rows)
+
+
+def put_into_readme(profile: str, table: str, path: Path = ROOT / "README.md") -> None:
+    """Replace the profile's table, which stands between two comments."""
+    text, marks = path.read_text(encoding="utf-8"), (f"<!-- claims:{profile} -->\n", "\n<!-- /claims -->")
+    before, found, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not found or not end:
+        raise UsageError(f"{path.name} has no place for it: put {marks[0].strip()} and {marks[1].strip()} into it")
+    write_atomically(path, before + marks[0] + table + marks[1] + after)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m dpngd.report", description="Draw a profile's page anew.")
     parser.add_argument("profile")
     parser.add_argument("--markdown", action="store_true", help="print its claims table instead, and write nothing")
+    parser.add_argument("--readme", action="store_true", help="put its claims table into README.md instead")
     args = parser.parse_args(argv)
     profiles.load(args.profile)
     folder = ROOT / "figures" / args.profile
-    if args.markdown:
+    if args.markdown or args.readme:
         path = folder / "claims.json"
         if not path.exists():
             raise UsageError(f"figures/{args.profile}/claims.json is missing: run run_all.py --profile {args.profile}")
-        print(markdown(json.loads(path.read_text(encoding="utf-8"))))
+        table = markdown(json.loads(path.read_text(encoding="utf-8")))
+        put_into_readme(args.profile, table) if args.readme else print(table)
     else:
         print(write(args.profile, folder).relative_to(ROOT))
     return 0

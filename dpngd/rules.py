@@ -24,6 +24,7 @@ class Decision:
     verdict: stats.Verdict
     ours: str
     n: int  # seeds behind it: the least of any comparison that was run
+    brief: str = ""  # `ours` in a line, where it has many parts
 
     @property
     def word(self) -> str:
@@ -42,10 +43,16 @@ def together(parts: Iterable[Part], unit: str = " points", digits: int = 2) -> D
     verdict = parts[0][1] if len(parts) == 1 else stats.every([v for _, v in parts])
     if not ran:
         return Decision(verdict, "not run", 0)
-    shown = "; ".join(f"{name} {_said(v, unit, digits)}" for name, v in parts)
+    shown, brief = "; ".join(f"{name} {_said(v, unit, digits)}" for name, v in parts), ""
     if verdict.cells is not None:
         shown = f"{verdict.held} of {verdict.cells} reproduced: {shown}"
-    return Decision(verdict, shown, n)
+        means = [v.estimate.mean for v in ran if v.estimate]
+        if len(parts) > 3 and means:
+            sign = "+" if any(v.estimate and v.estimate.kind.endswith("difference") for v in ran) else ""
+            leaning = sum(v.verdict in (stats.REPRODUCED, stats.DIRECTION) for v in ran)
+            brief = (f"{verdict.held} of {verdict.cells} reproduced, {leaning} at least in direction; "
+                     f"{min(means):{sign}.{digits}f} to {max(means):{sign}.{digits}f}{unit}")
+    return Decision(verdict, shown, n, brief)
 
 
 def _said(v: stats.Verdict, unit: str, digits: int) -> str:

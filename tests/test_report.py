@@ -99,3 +99,13 @@ def test_the_shipped_files_name_no_machine():
     for path in COMMITTED.iterdir():
         if path.suffix in (".json", ".html", ".csv", ".svg"):
             assert not re.search(r"(?<![\w.])/(work|tmp|home|root)/", path.read_text(encoding="utf-8")), path.name
+
+
+def test_a_table_is_put_between_its_marks_and_nowhere_else(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("a\n<!-- claims:cpu -->\nold\n<!-- /claims -->\nb\n<!-- claims:quick -->\nq\n<!-- /claims -->\n")
+    report.put_into_readme("cpu", "| new |", path)
+    assert path.read_text() == path.read_text().replace("old", "")
+    assert path.read_text().startswith("a\n<!-- claims:cpu -->\n| new |\n<!-- /claims -->\nb\n<!-- claims:quick -->\nq")
+    with pytest.raises(UsageError, match="has no place for it"):
+        report.put_into_readme("paper", "x", path)

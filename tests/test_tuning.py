@@ -104,8 +104,7 @@ def test_shipped_winners_are_those_of_the_shipped_trials(name):
     """Nothing is typed by hand: the file of winners follows from results/<profile>.jsonl."""
     store = Store(name)
     if not store.shipped_path.exists():
-        assert not params.winners(name), f"winners of {name} without the trials behind them"
-        pytest.skip(f"{name} ships no results")
+        pytest.skip(f"{name} ships no results: its trials are run live")
     assert tuning.winners(load(name), store) == params.winners(name)
 
 
