@@ -25,6 +25,11 @@ from dpngd.workers import THREADS
 
 NOTEBOOKS = ROOT / "notebooks"
 POLL = 0.25  # seconds between two looks at the memory
+STALL = 90.0  # seconds in which a notebook and all it started may use no processor: a lost message, not work
+IDLE = 0.5  # seconds of processor that waiting itself may take in that time
+
+
+STALLED = f"it stood still for {STALL:g} seconds"
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,20 @@ class Outcome:
 
 
 def execute(notebook: str, parameters: Mapping[str, Any], folder: Path, *, timeout: float, html: bool = False,
-            source: Path = NOTEBOOKS) -> Outcome:
-    """Run a notebook into folder/<notebook>.ipynb; figures and tables land in the folder too."""
+            source: Path = NOTEBOOKS, tries: int = 2) -> Outcome:
+    """Run a notebook into folder/<notebook>.ipynb; figures and tables land in the folder too.
+
+    A kernel and its client can wait for each other for ever (a message lost between them). One that stalls is started
+    again; what was trained is stored."""
+    outcome = _execute(notebook, parameters, folder, timeout, html, source)
+    while outcome.error == STALLED and (tries := tries - 1):
+        print(f"{notebook}: {STALLED}; once more", file=sys.stderr)
+        outcome = _execute(notebook, parameters, folder, timeout, html, source)
+    return outcome
+
+
+def _execute(notebook: str, parameters: Mapping[str, Any], folder: Path, timeout: float, html: bool,
+             source: Path) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{notebook}.json").unlink(missing_ok=True)  # an old entry must not pass for this run's
     started, peak = time.perf_counter(), 0.0
@@ -50,11 +67,18 @@ def execute(notebook: str, parameters: Mapping[str, Any], folder: Path, *, timeo
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(list(map(str, command)), env=env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
         watched, error = psutil.Process(process.pid), ""
+        moved, used = started, 0.0
         try:
             while process.poll() is None:
                 peak = max(peak, resident(watched))
                 if time.perf_counter() - started > timeout:
                     error = f"it took longer than the limit of {timeout:g} seconds"
+                    break
+                now = time.perf_counter()
+                if abs((busy := processor(watched)) - used) > IDLE:  # less, when one of its processes ended
+                    moved, used = now, busy
+                elif now - moved > STALL:
+                    error = STALLED
                     break
                 time.sleep(POLL)
         finally:  # also on Ctrl-C: no kernel outlives its notebook
@@ -75,6 +99,17 @@ def resident(process: psutil.Process) -> float:
         for p in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += p.memory_info().rss
+    return total
+
+
+def processor(process: psutil.Process) -> float:
+    """Seconds of processor that a process and all that it started have used; those that ended count as nothing."""
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for p in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = p.cpu_times()
+                total += times.user + times.system
     return total
 
 

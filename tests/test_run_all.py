@@ -87,6 +87,18 @@ def test_a_notebook_that_hangs_is_ended(tmp_path):
     assert outcome.seconds < 30
 
 
+def test_a_notebook_that_stands_still_is_started_again(tmp_path, monkeypatch, capsys):
+    """The first time it waits for ever, as after a lost message; the second time it does its work."""
+    monkeypatch.setattr("dpngd.execute.STALL", 4.0)
+    flag = tmp_path / "been-here"
+    code = (f"import os, time, pathlib\nflag = pathlib.Path({str(flag)!r})\n"
+            "if not flag.exists():\n    flag.touch(); time.sleep(600)\n"
+            "pathlib.Path(os.environ['DPNGD_FIGURES'], 'x.json').write_text('{}')")
+    outcome = execute("x", {}, tmp_path / "out", timeout=100, source=notebook(tmp_path, code))
+    assert outcome.error == ""
+    assert "x: it stood still" in capsys.readouterr().err
+
+
 def test_a_notebook_without_an_entry_has_failed_even_if_an_old_one_lies_there(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
