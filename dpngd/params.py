@@ -17,7 +17,8 @@ from dpngd.errors import UsageError, unknown
 from dpngd.store import ROOT
 
 PARAMS = ROOT / "params"
-DEPTH = {"defaults": 1, "data": 2, "methods": 2, "artifacts": 2, "tuning": 1, "cost": 1}  # below, values are whole
+DEPTH = {"defaults": 1, "data": 2, "methods": 2, "artifacts": 2, "tuning": 1, "tuning_networks": 1,
+         "cost": 1}  # below, values are whole
 
 
 class _Loader(yaml.SafeLoader):

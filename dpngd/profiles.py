@@ -36,6 +36,7 @@ MAPS = {"dp-ngd-pre": (0.0, 1.0), "dp-ngd-post": (1.0, 0.0), "dp-ngd-one-sided":
 _CELL = ("method", "data", "epsilon", "seed")
 _COMMON = tuple(n for n in FIELDS if n not in METHOD_FIELDS and n not in (*_CELL, "eta"))
 SHAPES = {"methods": list, "cells": dict, "vary": dict, "seeds": list | None, "grid": dict, "arms": dict}
+SEARCHES = ("tuning", "tuning_networks")  # the grid searches: on the profile's networks, and on another one
 Names = Sequence[str] | None
 
 
@@ -54,15 +55,16 @@ class Profile:
     def __post_init__(self) -> None:
         if not isinstance(self.seeds, list) or not self.seeds:
             raise UsageError(f"{self.name}: seeds = {self.seeds!r} must be a list")
-        for name, section in {**self.settings["artifacts"], "tuning": self.settings["tuning"]}.items():
+        for name, section in {**self.settings["artifacts"], **{s: self.settings[s] for s in SEARCHES}}.items():
             self._check(name, section)
-        for method, by_data in self.settings["tuned"].items():
-            for data, axes in by_data.items():
+        for method, by_place in self.settings["tuned"].items():
+            for place, axes in by_place.items():
+                data = place.partition("/")[0]
                 for kind, name, valid in (("method", method, METHODS), ("data set", data, self.settings["data"]),
                                           *(("field", n, [*FIELDS, "rate"]) for n in axes)):
                     if name not in valid:
                         raise UsageError(f"tuned/{self.name}.yaml: {unknown(kind, name, valid)}")
-        reused = set(self.settings["tuning"]["seeds"]) & set(self.seeds)
+        reused = {seed for s in SEARCHES for seed in self.settings[s]["seeds"]} & set(self.seeds)
         if reused:
             raise UsageError(f"{self.name}: seed {min(reused)} is used for tuning and for results")
 
@@ -94,15 +96,14 @@ class Profile:
     @property
     def artifacts(self) -> list[str]:
         """The names that `configs` takes."""
-        return [*self.settings["artifacts"], "tuning"]
+        return [*self.settings["artifacts"], *(s for s in SEARCHES if self.settings[s]["grid"])]
 
     def artifact(self, name: str) -> dict[str, Any]:
         """The section of a table or figure: methods, cells, vary, seeds."""
         if name not in self.artifacts:
             raise unknown("artifact", name, self.artifacts)
-        if name == "tuning":
-            tuning = self.settings["tuning"]
-            return {"methods": list(tuning["grid"]), "vary": {}, **tuning}
+        if name in SEARCHES:
+            return {"methods": list(self.settings[name]["grid"]), "vary": {}, **self.settings[name]}
         return self.settings["artifacts"][name]
 
     def setting(self, name: str, method: str, data: str, epsilon: float) -> Any:
@@ -121,16 +122,17 @@ class Profile:
         for name in changes:
             if name not in FIELDS and name != "rate":
                 raise unknown("field", name, [*FIELDS, "rate"])
-        return self._config(method, data, epsilon, seed, self.tuned(method, data), changes)
+        return self._config(method, data, epsilon, seed, self.tuned(method, data, changes.get("model")), changes)
 
-    def tuned(self, method: str, data: str) -> dict[str, Any]:
+    def tuned(self, method: str, data: str, model: str | None = None) -> dict[str, Any]:
         """What the grid search chose: `rate` and `T`, which are factors, and the method's own parameters.
 
-        An arm of DP-NGD has DP-NGD's, and its own rate is a factor on that.
+        An arm of DP-NGD has DP-NGD's, and its own rate is a factor on that. A network that was searched for itself
+        has what was chosen for it, any other one what was chosen on the data set.
         """
-        winners = self.settings["tuned"]
-        base = self.tuned(METHODS[method].arm_of, data) if METHODS[method].arm_of else {}
-        own = winners.get(method, {}).get(data, {})
+        winners = self.settings["tuned"].get(method, {})
+        base = self.tuned(METHODS[method].arm_of, data, model) if METHODS[method].arm_of else {}
+        own = winners.get(place(data, model)) or winners.get(data, {})
         return {**base, **own, "rate": base.get("rate", 1.0) * own.get("rate", 1.0)}
 
     def _config(self, method: str, data: str, epsilon: float, seed: int, tuned: dict, changes: dict) -> RunConfig:
@@ -210,8 +212,8 @@ class Profile:
     def _runs(
         self, artifact: str, section: dict, method: str, data: str, epsilon: float, seed: int
     ) -> Iterable[RunConfig]:
-        if artifact == "tuning":
-            yield from (config for _, config in self.trials(method, data, epsilon, seed))
+        if artifact in SEARCHES:
+            yield from (config for _, config in self.trials(method, data, epsilon, seed, artifact))
         else:
             for changes in self._variants(artifact, section, method, data, epsilon):
                 yield self.config(method, data, epsilon, seed, **changes)
@@ -228,13 +230,15 @@ class Profile:
             for value in pick(values, data, epsilon, f"{name} of {artifact}", method):
                 yield {n: v for n, v in joint(name, value).items() if n in reads}
 
-    def trials(self, method: str, data: str, epsilon: float, seed: int) -> list[tuple[dict[str, Any], RunConfig]]:
+    def trials(
+        self, method: str, data: str, epsilon: float, seed: int, search: str = "tuning"
+    ) -> list[tuple[dict[str, Any], RunConfig]]:
         """The grid search of a method: what each trial sets `rate`, `T` and its own parameters to, and its run.
 
         `rate` and `T` are factors on the settings before any tuning. An arm starts from what was chosen for its
         method: it has no trials before that, and only on the data sets that `arms` names for it.
         """
-        section, base, arm_of = self.settings["tuning"], {}, METHODS[method].arm_of
+        section, base, arm_of = self.settings[search], {}, METHODS[method].arm_of
         if method not in section["grid"]:
             raise unknown("method in the tuning grid", method, section["grid"])
         if arm_of:
@@ -247,7 +251,7 @@ class Profile:
             for axis, value in zip(section["grid"][method], values, strict=True):
                 axes |= joint(axis, value)
             tuned = {**base, **axes, "rate": base.get("rate", 1.0) * axes.get("rate", 1.0)}
-            changes = {"validation": section["validation"], "evals": section["evals"]}
+            changes = {n: section[n] for n in ("validation", "evals", "model")}
             found.append((axes, self._config(method, data, epsilon, seed, tuned, changes)))
         return found
 
@@ -260,6 +264,11 @@ class Profile:
         """How long a run is expected to take on the profile's device."""
         order = "second_order" if "dp-ngd" in (config.method, METHODS[config.method].arm_of) else "first_order"
         return config.T * pick(self.settings["cost"][order], config.data, config.epsilon, order, config.method)
+
+
+def place(data: str, model: str | None = None) -> str:
+    """Where the winners of a search stand: under the data set, or under it and the network."""
+    return f"{data}/{model}" if model else data
 
 
 def joint(name: str, value: Any) -> dict[str, Any]:

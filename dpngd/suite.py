@@ -35,7 +35,7 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
     "03_public_sample_efficiency": ("sample_efficiency", "sources"),
     "04_ablations": ("ablation_decoupling", "ablation_clipping", "ablation_floor", "ablation_ours"),
     "05_wallclock_overhead": ("overhead",),
-    "06_hyperparameter_robustness": ("robustness", "tuning"),
+    "06_hyperparameter_robustness": ("robustness", "tuning", "tuning_networks"),
 }
 """The notebooks, and the artifacts of the profile that each shows."""
 
@@ -48,7 +48,8 @@ def configs(notebook: str, profile: profiles.Profile, **choices: Any) -> dict[st
     """The runs of a notebook by artifact. Tuning trials are always the profile's: fewer would not be a fair search."""
     if notebook not in NOTEBOOKS:
         raise unknown("notebook", notebook, NOTEBOOKS)
-    return {a: profile.configs(a, **({} if a == "tuning" else choices)) for a in NOTEBOOKS[notebook]}
+    return {a: profile.configs(a, **({} if a in profiles.SEARCHES else choices)) for a in NOTEBOOKS[notebook]
+            if a in profile.artifacts}
 
 
 class Study:

@@ -13,6 +13,7 @@ from dpngd.rules import steps_to_peak
 from dpngd.runs import NOT_STEPS, Runs, seconds_a_step, step_phases
 
 P = published()
+OWN = ("lambda_safe", "pt_steps", "adadps_e", "C0", "C1")  # parameters that a method has for itself
 
 
 def paper_accuracy(artifact: str, method: str, data: str, epsilon: float) -> float | None:
@@ -120,10 +121,10 @@ def time_to_peak(runs: Runs) -> tuple[pd.DataFrame, str, str, pd.DataFrame]:
     return table, "time_to_peak", "Time to DP-SGD-PT's best accuracy (Table 5)", table
 
 
-def tuning(runs: Runs) -> tuple[pd.DataFrame, str, str, pd.DataFrame]:
+def tuning(runs: Runs, name: str = "tuning") -> tuple[pd.DataFrame, str, str, pd.DataFrame]:
     """Every trial in the CSV; shown is each method's best and how many trials it had."""
-    data = pd.DataFrame([{"method": c.method, "data": c.data, "epsilon": c.epsilon, "seed": c.seed, "eta": c.eta,
-                          "T": c.T, **{n: getattr(c, n) for n in ("lambda_safe", "pt_steps", "adadps_e", "C0", "C1")},
+    data = pd.DataFrame([{"method": c.method, "data": c.data, "model": c.model, "epsilon": c.epsilon, "seed": c.seed,
+                          "eta": c.eta, "T": c.T, **{n: getattr(c, n) for n in OWN},
                           "accuracy": None if r["accuracy"] is None else 100 * r["accuracy"], "status": r["status"],
                           "evaluated_on": r["evaluated_on"]} for c, r in runs.each()])
     rows = []
@@ -133,9 +134,9 @@ def tuning(runs: Runs) -> tuple[pd.DataFrame, str, str, pd.DataFrame]:
             best = tuned.best(here)
             if best is not None:
                 accuracy = here.found[best.key()]["accuracy"]
-                own = {n: getattr(best, n) for n in ("lambda_safe", "pt_steps", "adadps_e", "C0", "C1")}
-                rows.append({"method": METHODS[method].label, "data": cell[0], "ε": f"{cell[1]:g}",
-                             "trials": len(here), "best η": f"{best.eta:g}", "T": best.T,
+                own = {n: getattr(best, n) for n in OWN}
+                rows.append({"method": METHODS[method].label, "data": cell[0], "network": best.model,
+                             "ε": f"{cell[1]:g}", "trials": len(here), "best η": f"{best.eta:g}", "T": best.T,
                              "its own": ", ".join(f"{n}={v:g}" for n, v in own.items() if v is not None) or "none",
                              "validation accuracy": f"{100 * accuracy:.1f}"})
-    return pd.DataFrame(rows), "tuning", "The grid search: the same number of trials for every method", data
+    return pd.DataFrame(rows), name, "The grid search: the same number of trials for every method", data

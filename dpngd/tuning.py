@@ -35,16 +35,19 @@ def expected_best(accuracies: Sequence[float], k: int) -> float:
 
 
 def winners(profile: profiles.Profile, store: Store) -> dict[str, dict[str, dict[str, Any]]]:
-    """Method -> data set -> what its best trial set. A search with trials missing has no winner yet."""
-    section, found = profile.settings["tuning"], {}
-    for method in section["grid"]:
-        for data, (epsilon, *more) in section["cells"].items():
-            if more or len(section["seeds"]) != 1:
-                raise UsageError(f"{profile.name}: tuning takes one epsilon a data set, and one seed")
-            trials = profile.trials(method, data, epsilon, section["seeds"][0])
-            runs = Runs.of([config for _, config in trials], (store.get(config) for _, config in trials))
-            if trials and not runs.missing and (won := best(runs)) is not None:
-                found.setdefault(method, {})[data] = next(axes for axes, config in trials if config == won)
+    """Method -> data set (or data set/network) -> what its best trial set. A search with trials missing has none."""
+    found: dict[str, dict] = {}
+    for search in profiles.SEARCHES:
+        section = profile.settings[search]
+        if len(section["seeds"]) != 1 or any(len(row) != 1 for row in section["cells"].values()):
+            raise UsageError(f"{profile.name}: {search} takes one epsilon a data set, and one seed")
+        for method in section["grid"]:
+            for data, (epsilon,) in section["cells"].items():
+                trials = profile.trials(method, data, epsilon, section["seeds"][0], search)
+                runs = Runs.of([config for _, config in trials], (store.get(config) for _, config in trials))
+                if trials and not runs.missing and (won := best(runs)) is not None:
+                    chosen = next(axes for axes, config in trials if config == won)
+                    found.setdefault(method, {})[profiles.place(data, section["model"])] = chosen
     return found
 
 
@@ -61,7 +64,9 @@ def write(profile: str, store: Store) -> dict[str, Any]:
 def search(profile: str, store: Store, jobs: int = 2) -> dict[str, Any]:
     """All trials, in two rounds: the methods, then the arms from what won for their method."""
     for _ in range(2):
-        sweep.ensure(profiles.load(profile).configs("tuning"), store=store, jobs=jobs)
+        loaded = profiles.load(profile)
+        trials = [c for s in profiles.SEARCHES if s in loaded.artifacts for c in loaded.configs(s)]
+        sweep.ensure(trials, store=store, jobs=jobs)
         found = write(profile, store)
     return found
 
@@ -73,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     for method, by_data in search(args.profile, Store(args.profile), args.jobs).items():
         for data, axes in by_data.items():
-            print(f"{METHODS[method].label:24} {data:8} " + " ".join(f"{n}={v:g}" for n, v in axes.items()))
+            print(f"{METHODS[method].label:24} {data:16} " + " ".join(f"{n}={v:g}" for n, v in axes.items()))
     return 0
 
 

@@ -186,7 +186,7 @@ def test_every_run_follows_the_step_rule(name):
         if c.validation:
             continue  # tuning tries other rates
         stated = (profile.setting(n, "dp-sgd", c.data, c.epsilon) for n in ("eta", "C"))
-        step = math.prod(stated) * profile.tuned(c.method, c.data)["rate"]
+        step = math.prod(stated) * profile.tuned(c.method, c.data, c.model)["rate"]
         if c.method == "gep":
             reach = c.eta * math.sqrt(c.C0**2 + c.C1**2)
         elif c.method in ("dp-sgd", "dp-sgd-pt", "adadps", "dp-ngd-post", "dp-ngd-one-sided"):
@@ -223,7 +223,7 @@ def test_artifacts_share_their_runs(name):
     assert keys["sample_efficiency"] & keys["robustness"], "500 public images are the default"
     assert keys["ablation_clipping"] & keys["ablation_ours"] & keys["ablation_decoupling"]
     assert keys["ablation_floor"] & keys["utility_table"]
-    assert not keys["tuning"] & set().union(*(k for a, k in keys.items() if a != "tuning"))
+    assert not keys["tuning"] & set().union(*(k for a, k in keys.items() if a not in profiles.SEARCHES))
     assert len(profile.all_configs()) == len(set().union(*keys.values()))
     assert {c.method for c in profile.all_configs()} == set(METHODS)
 
@@ -239,7 +239,11 @@ def test_tuning_is_fair_and_apart(name):
     assert {m for m, _ in trials} == {"dp-sgd", "dp-sgd-pt", "gep", "adadps", "dp-ngd"}
     assert all(c.validation > 0 for c in runs)
     assert not {c.seed for c in runs} & set(profile.seeds)
-    results = [c for a in profile.artifacts if a != "tuning" for c in profile.configs(a)]
+    other = profile.configs("tuning_networks") if "tuning_networks" in profile.artifacts else []
+    assert len(set(Counter(c.method for c in other).values())) <= 1
+    assert {c.method for c in other} in (set(), {c.method for c in profile.configs("networks")})
+    assert all(c.validation > 0 and c.seed not in profile.seeds for c in other)
+    results = [c for a in profile.artifacts if a not in profiles.SEARCHES for c in profile.configs(a)]
     assert all(c.validation == 0 for c in results)
     assert {c.data for c in results} == {c.data for c in runs}
 
@@ -247,7 +251,7 @@ def test_tuning_is_fair_and_apart(name):
 def test_quick_is_quick():
     quick = load("quick")
     runs = quick.all_configs()
-    assert len(runs) <= 150
+    assert len(runs) <= 155
     assert {c.data for c in runs} == {"digits"}
     assert {c.public for c in runs} <= {None, "photos", "noise", "dead-leaves"}, "nothing to download"
     assert all((c.B, c.N, c.model, c.K) == (256, 1437, "small", 1) for c in runs)

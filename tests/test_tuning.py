@@ -74,6 +74,19 @@ def test_then_the_arms_find_their_rate(mine):
     assert pre.eta * pre.C / pre.lambda_safe == pytest.approx(0.5 * ngd.eta * ngd.C / ngd.lambda_safe**0.5, rel=1e-5)
 
 
+def test_another_network_is_searched_for_itself(mine):
+    before = load("mine")
+    other = before.configs("tuning_networks")
+    assert {c.model for c in other} == {"resnet-20"}
+    for config in other:
+        mine.put(config, {"accuracy": 0.5 + (config.eta > 15), "status": "ok"})
+    assert tuning.write("mine", mine)["dp-sgd"] == {"cifar10/resnet-20": {"rate": 8.0}}
+    after = load("mine")
+    assert after.config("dp-sgd", "cifar10", 2, 0, model="resnet-20").eta == 16.0
+    assert after.config("dp-sgd", "cifar10", 2, 0) == before.config("dp-sgd", "cifar10", 2, 0)
+    assert after.config("dp-sgd", "cifar10", 2, 0, model="small").eta == before.config("dp-sgd", "cifar10", 2, 0).eta
+
+
 def test_equals_and_runs_that_ended_badly(mine):
     fill(mine, lambda c: None if c.eta <= 1.0 and c.method == "dp-sgd" else 0.5)
     found = tuning.write("mine", mine)
