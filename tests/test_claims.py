@@ -151,7 +151,15 @@ def test_equal_trials(gain, verdict):
     row = claims.decide(BY_ID["equal-trials"], {"tuning": runs})
     assert row["verdict"] == verdict
     count = len([c for c in trials if c.method == "dp-sgd"])
-    assert row["ours"] == f"digits ε=4 {gain:+.2f} points (best of {count} and of {count} trials)"
+    assert row["ours"] == f"digits ε=4 {gain:+.2f} points (best of {count} trials)"
+
+
+def test_a_search_that_is_not_complete_has_no_best_trial():
+    trials = QUICK.configs("tuning")
+    last = [c for c in trials if c.method == "dp-sgd"][-1]
+    values = {c.key(): 50.0 for c in trials if c != last}
+    row = claims.decide(BY_ID["equal-trials"], {"tuning": runs_of(trials, lambda c: values[c.key()])})
+    assert (row["verdict"], row["ours"]) == ("not run", "not run")
 
 
 def test_equal_trials_on_three_data_sets():
