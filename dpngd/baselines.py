@@ -33,6 +33,8 @@ from dpngd.layers import Dense
 from dpngd.mechanism import NONE
 
 GROUPS = 3
+DENSE_GRAM = 2000  # public samples up to which all eigenvectors of their Gram matrix are computed
+RESIDUAL = 1e-4
 
 
 def flatten(blocks: Blocks) -> Tensor:
@@ -171,14 +173,45 @@ def principal_basis(per_sample: PerSample, x: Tensor, y: Tensor, directions: int
                     ) -> tuple[list[tuple[int, int]], list[Tensor]]:
     """For each of three equal parts of the flat vector, the principal directions of the public gradients.
 
-    `directions` in all, no more in a part than public samples span. The principal directions of G (n, d_j) come from
-    its n x n Gram matrix, and a QR makes them orthonormal to rounding, whatever G's rank.
+    `directions` in all, no more in a part than public samples span. The principal directions of G (n, d_j) are
+    G' times the leading eigenvectors of G G', and a QR makes them orthonormal to rounding, whatever G's rank.
     """
     G = torch.cat([g.materialise() for g in micro_batches(per_sample, x, y)])
     bounds, bases = [], []
     for lo, hi, k in shares(G.shape[1], len(G), directions):
-        _, vectors = torch.linalg.eigh((G[:, lo:hi] @ G[:, lo:hi].mT).double())
-        span = G[:, lo:hi].mT @ vectors[:, -k:].to(G.dtype)
+        part = G[:, lo:hi]
+        vectors = gram_vectors(part, k) if len(G) <= DENSE_GRAM else krylov_vectors(part, k)
+        span = part.mT @ vectors
         bases.append(torch.linalg.qr(span.double()).Q.to(G.dtype))
         bounds.append((lo, hi))
     return bounds, bases
+
+
+def gram_vectors(G: Tensor, k: int) -> Tensor:
+    """The k leading eigenvectors of G G' (n, k), from all of them: n^2 d + n^3."""
+    return torch.linalg.eigh((G @ G.mT).double()).eigenvectors[:, -k:].to(G.dtype)
+
+
+def krylov_vectors(G: Tensor, k: int, spare: int = 8, blocks: int = 40) -> Tensor:
+    """The same by block Lanczos, for many samples: G G' is never formed, each block costs 4 n d k.
+
+    Blocks are added until G G' leaves the k leading Ritz vectors in place, to `RESIDUAL` of the largest eigenvalue;
+    if that does not happen, all eigenvectors are computed after all. The start is fixed: a run repeats.
+    """
+    block = torch.randn(len(G), k + spare, generator=torch.Generator().manual_seed(0)).to(G)
+    block = torch.linalg.qr(block).Q
+    V, KV = [block], [G @ (G.mT @ block)]
+    for _ in range(blocks):
+        Q, KQ = torch.cat(V, 1).double(), torch.cat(KV, 1).double()
+        values, rotation = torch.linalg.eigh(Q.mT @ KQ)
+        ritz, values = Q @ rotation[:, -k:], values[-k:]
+        if (KQ @ rotation[:, -k:] - ritz * values).norm(dim=0).max() <= RESIDUAL * values[-1]:
+            return ritz.to(G.dtype)
+        if Q.shape[1] + block.shape[1] > len(G):
+            break
+        block = KV[-1].double()
+        for _ in range(2):  # once more: after the first time little may be left
+            block = torch.linalg.qr(block - Q @ (Q.mT @ block)).Q
+        V.append(block.to(G.dtype))
+        KV.append(G @ (G.mT @ V[-1]))
+    return gram_vectors(G, k)

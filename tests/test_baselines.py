@@ -221,3 +221,22 @@ def test_blocks_survive_flattening():
     zeros = PerSample(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)), check=False).zeros()
     flat = torch.arange(float(sum(z.numel() for z in zeros)))
     assert torch.equal(flatten(unflatten(flat, zeros)), flat)
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.97, 0.99])
+def test_many_public_samples_give_the_same_directions_without_their_gram_matrix(decay, monkeypatch):
+    g = torch.Generator().manual_seed(1)
+    U, W = (torch.linalg.qr(torch.randn(rows, 300, generator=g)).Q for rows in (300, 900))
+    G = (U * decay ** torch.arange(300)) @ W.mT
+    dense = baselines.gram_vectors(G, 30)
+    monkeypatch.setattr(baselines, "gram_vectors", None)  # not needed
+    krylov = baselines.krylov_vectors(G, 30)
+    captured = [float((G.mT @ v).square().sum()) for v in (dense, krylov)]
+    assert captured[1] == pytest.approx(captured[0], rel=1e-4)
+    torch.testing.assert_close(krylov.mT @ krylov, torch.eye(30), atol=1e-5, rtol=0)
+    assert torch.equal(krylov, baselines.krylov_vectors(G, 30)), "the start is fixed"
+
+
+def test_directions_that_do_not_settle_are_computed_the_long_way():
+    G = torch.randn(60, 90, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(baselines.krylov_vectors(G, 20, blocks=0), baselines.gram_vectors(G, 20))
