@@ -6,8 +6,6 @@ paper's too, differences between two methods where the data set is.
 
 from __future__ import annotations
 
-import math
-
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -46,16 +44,18 @@ def utility(runs: Runs) -> Figure:
         here = runs.where(data=data)
         epsilons, methods = here.values("epsilon"), here.methods()
         shift = {m: 0.13 * (i - (len(methods) - 1) / 2) for i, m in enumerate(methods)}
-        shown, leads = [], []
+        shown, leads, bars, lead_bars = [], [], [], []
         for m in methods:
             for i, epsilon in enumerate(epsilons):
                 cell = here.where(epsilon=epsilon)
                 e = cell.mean(method=m)
                 point(top, i + shift[m], e, m)
                 shown.append(e.mean)
+                bars.append(e)
                 lead = cell.lead({"method": m}, {"method": "dp-sgd"})
                 point(bottom, i + shift[m], lead, m)
                 leads.append(lead.mean)
+                lead_bars.append(lead)
                 paper, base = (paper_accuracy("utility_table", x, data, epsilon) for x in (m, "dp-sgd"))
                 if paper is not None:
                     hollow(bottom, i + shift[m], paper - base, m)
@@ -63,8 +63,8 @@ def utility(runs: Runs) -> Figure:
                     if papers_network(here, data):
                         hollow(top, i + shift[m], paper, m)
                         shown.append(paper)
-        settle(top, shown, 0.25)
-        settle(bottom, leads, 0.25, room=2)
+        settle(top, shown, 0.25, intervals=bars)
+        settle(bottom, leads, 0.25, room=2, intervals=lead_bars)
         bottom.axhline(0, color=plots.INK, lw=0.8)
         top.set_title(title(here, data), loc="left")
         bottom.set_xticks(range(len(epsilons)), [f"ε = {e:g}" for e in epsilons])
@@ -87,7 +87,7 @@ def curves(runs: Runs, axis: str, xlabel: str, log: bool = False, peak: bool = F
     cells = runs.cells()
     figure, axes = plots.new(len(cells), width=max(6.2, 5.4 * len(cells)), height=3.5)
     for ax, (data, epsilon) in zip(axes, cells, strict=True):
-        here, ends, shown = runs.where(data=data, epsilon=epsilon), [], []
+        here, ends, shown, bars = runs.where(data=data, epsilon=epsilon), [], [], []
         for m in here.methods():
             mine = here.where(method=m)
             xs = [x for x in mine.values(axis) if mine.by_seed(**{axis: x})]
@@ -98,12 +98,13 @@ def curves(runs: Runs, axis: str, xlabel: str, log: bool = False, peak: bool = F
             for x, e in zip(xs, means, strict=True):
                 point(ax, x, e, m)
             shown += [e.mean for e in means]
+            bars += means
             ends.append((xs[-1], means[-1].mean, label(m), colour(m)))
         if log:
             ax.set_xscale("log")
             ax.set_xticks(here.values(axis), [f"{v:g}" for v in here.values(axis)])
             ax.minorticks_off()
-        settle(ax, shown, 0.2, room=2)
+        settle(ax, shown, 0.2, room=2, intervals=bars)
         if peak:
             _mark_peak(ax, here)
         end_labels(ax, ends)
@@ -135,11 +136,12 @@ def dots(runs: Runs, groups: list[tuple[str, dict]], note: str = "", reference: 
     figure, axes = plots.new(len(cells), width=max(6.0, 4.2 * len(cells)), height=1.2 + 0.42 * len(groups),
                              sharey=True)
     for ax, (data, epsilon) in zip(axes, cells, strict=True):
-        here, shown = runs.where(data=data, epsilon=epsilon), []
+        here, shown, bars = runs.where(data=data, epsilon=epsilon), [], []
         for row, (_, fields) in enumerate(groups):
             e = here.lead(fields, reference) if reference else here.mean(**fields)
             point(ax, row, e, fields["method"], horizontal=True)
             shown.append(e.mean)
+            bars.append(e)
             if not e.n and here.diverged(**fields):
                 ax.annotate("diverged", (0.02, row), xycoords=("axes fraction", "data"), fontsize=8, va="center")
             theirs = paper and paper_accuracy(paper, fields["method"], data, epsilon)
@@ -149,10 +151,8 @@ def dots(runs: Runs, groups: list[tuple[str, dict]], note: str = "", reference: 
                 shown.append(theirs - base)
         ax.set_yticks(range(len(groups)), [name for name, _ in groups])
         ax.set_ylim(len(groups) - 0.5, -0.5)
-        finite = [v for v in shown if math.isfinite(v)]
-        if finite:
-            span = max(max(finite) - min(finite), 2.0)
-            ax.set_xlim(min(finite) - 0.2 * span, max(finite) + 0.2 * span)
+        if found := plots.limits(shown, bars, 0.2, 2.0):
+            ax.set_xlim(*found)
         if reference:
             ax.axvline(0, color=plots.INK, lw=0.8)
         ax.set_title(title(here, data, epsilon), loc="left")

@@ -111,7 +111,7 @@ def overhead(runs: Runs) -> Figure:
 def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
     """Table 6: the change from the default value, ours filled and the paper's hollow."""
     figure, axes = plots.new(len(axes_of), width=9.5, height=3.2, sharey=True)
-    shown = [0.0]
+    shown, bars = [0.0], []
     for ax, (axis, here) in zip(axes, axes_of.items(), strict=True):
         default, paper = runs.default(axis), P["robustness"]["axes"][axis]
         values = sorted({*here.values(axis), *paper["values"]})
@@ -122,6 +122,7 @@ def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
                 e = here.lead({axis: v}, {axis: default}) if v in here.values(axis) else stats.NOTHING
                 point(ax, i - 0.12, e, "dp-ngd")
                 shown.append(e.mean)
+                bars.append(e)
             if v in paper["values"]:
                 change = paper["mean"][paper["values"].index(v)] - paper["mean"][paper["values"].index(default)]
                 hollow(ax, i + 0.12, change, "dp-ngd")
@@ -131,7 +132,7 @@ def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
         ax.set_xticks(range(len(values)), [f"{v:g}" + ("\ndefault" if v == default else "") for v in values])
         ax.set_xlim(-0.5, len(values) - 0.5)
         ax.set_title(AXES[axis], loc="left")
-    settle(axes[0], shown, 0.3, room=3)
+    settle(axes[0], shown, 0.3, room=3, intervals=bars)
     axes[0].set_ylabel("points above the default")
     figure.suptitle(f"{seeds(runs)}; hollow: the paper, UTKFace; grey: ±1 point", fontsize=7.5, x=0.99, ha="right")
     return figure

@@ -93,13 +93,31 @@ def end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
                                                                    "shrinkA": 0, "shrinkB": 3})
 
 
-def settle(ax: Axes, values: list[float], pad: float = 0.12, room: float = 0.0) -> None:
-    """y limits that show means and what the intervals add, but not intervals of two runs without end."""
+def limits(values: list[float], intervals: list[stats.Estimate], pad: float, room: float) -> tuple[float, float] | None:
+    """Limits that show all means and what the intervals add, up to one span more: those of two runs have no end."""
     finite = [v for v in values if np.isfinite(v)]
-    if finite:
-        low, high = min(finite), max(finite)
-        span = max(high - low, room, 1e-9)
-        ax.set_ylim(low - pad * span, high + pad * span)
+    if not finite:
+        return None
+    low, high = min(finite), max(finite)
+    span = max(high - low, room, 1e-9)
+    ends = [v for e in intervals for v in (e.low, e.high) if np.isfinite(v)]
+    least, most = min([low, *ends]), max([high, *ends])
+    return max(least, low - span) - pad * span / 2, min(most, high + span) + pad * span / 2
+
+
+def settle(ax: Axes, values: list[float], pad: float = 0.12, room: float = 0.0,
+           intervals: list[stats.Estimate] | None = None) -> None:
+    """y limits by `limits`; a panel without values says so."""
+    found = limits(values, intervals or [], pad, room)
+    if found:
+        ax.set_ylim(*found)
+    else:
+        not_run(ax)
+
+
+def not_run(ax: Axes) -> None:
+    ax.set_yticks([])
+    ax.annotate("not run yet", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", color=HOLLOW)
 
 
 def stamp(figure: Figure, text: str) -> None:

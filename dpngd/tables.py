@@ -85,7 +85,7 @@ def overhead(runs: Runs) -> pd.DataFrame:
                              "model": records[0]["config"]["model"], "runs": len(records),
                              "step": sum(map(seconds_a_step, records)) / len(records),
                              **{n: sum(p.get(n, 0.0) for p in phases) / len(phases) for n in names}})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=None if rows else ["method", "name", "data", "epsilon", "model", "runs", "step"])
 
 
 def sigmas(runs: Runs) -> tuple[pd.DataFrame, str, str, pd.DataFrame]:

@@ -109,7 +109,7 @@ def test_end_labels_do_not_hide_one_another():
 
 
 def test_tables_say_what_is_missing_and_what_diverged():
-    runs = runs_of(QUICK.configs("ablation_floor"),
+    runs = runs_of(QUICK.configs("ablation_floor", seeds=[0, 1]),
                    lambda c: {"dp-ngd": 90.0 + c.seed, "dp-ngd-no-floor": None}[c.method])
     shown = tables.shown(tables.accuracy(runs, "ablation_floor")).set_index("method")["accuracy, 95% interval"]
     assert shown["DP-NGD"] == "90.5 ± 6.4 (n=2)"

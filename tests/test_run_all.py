@@ -136,7 +136,7 @@ def test_runs_that_do_not_exist_are_not_run(tmp_path, monkeypatch):
     monkeypatch.setenv("DPNGD_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("DPNGD_REFRESH", "1")  # as if nothing were shipped
     out = tmp_path / "out"
-    for name in ("01_utility_table", "06_hyperparameter_robustness"):
+    for name in ("01_utility_table", "05_wallclock_overhead", "06_hyperparameter_robustness"):
         outcome = execute(name, {"profile": "cpu", "train": False}, out, timeout=300)
         assert outcome.error == ""
         entry = json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
