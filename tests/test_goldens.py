@@ -11,10 +11,10 @@ from dpngd.train import run
 
 QUICK = profiles.load("quick")
 GOLDEN = {  # accuracy in percent, and mean training loss of the last five steps: means over seeds 0 and 1
-    "dp-sgd": (83.9, 0.703),
-    "dp-sgd-pt": (79.9, 0.841),
-    "gep": (70.7, 1.519),
-    "adadps": (62.1, 1.433),
+    "dp-sgd": (86.0, 0.536),
+    "dp-sgd-pt": (84.9, 0.495),
+    "gep": (80.8, 0.927),
+    "adadps": (81.0, 0.741),
     "dp-ngd": (87.6, 0.380),
 }
 POINTS, LOSS = 3.0, 0.08
@@ -46,4 +46,5 @@ def test_privacy(method, reached):
 
 
 def test_dp_ngd_is_ahead_at_few_steps(reached):
-    assert all(reached["dp-ngd"][1] < 0.7 * reached[m][1] for m in GOLDEN if m != "dp-ngd")
+    """By 0.1 nats or more against baselines that were tuned as hard; the tolerances above would bridge half of it."""
+    assert all(reached["dp-ngd"][1] < reached[m][1] - 0.05 for m in GOLDEN if m != "dp-ngd")
