@@ -144,6 +144,20 @@ def test_runs_that_do_not_exist_are_not_run(tmp_path, monkeypatch):
     assert "not run" in (out / "01_utility_table.ipynb").read_text(encoding="utf-8")
 
 
+def test_shipped_results_are_redrawn_without_data_and_without_training(tmp_path, monkeypatch):
+    """What a fresh clone does with `--profile cpu`, one notebook of it: the claims come out as they are committed."""
+    if not Store("cpu").shipped_path.exists():
+        pytest.skip("no results are shipped")
+    monkeypatch.setenv("DPNGD_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("DPNGD_DATA", str(tmp_path / "no-data"))
+    name = "03_public_sample_efficiency"
+    assert execute(name, {"profile": "cpu", "train": False}, tmp_path / "out", timeout=300).error == ""
+    drawn, committed = (json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["claims"]
+                        for folder in (tmp_path / "out", ROOT / "figures" / "cpu"))
+    assert drawn == committed
+    assert not (tmp_path / "no-data").exists()
+
+
 def test_the_list_of_the_paper_profile(tmp_path):
     profile = profiles.load("paper")
     wanted = {"02_convergence_curves": suite.configs("02_convergence_curves", profile, seeds=[0], epsilons=[1.0],
