@@ -34,10 +34,6 @@ class Claim:
     timed: bool = False  # rests on a clock: its verdict may differ from one run to the next
     steady: bool = False  # under `quick` its verdict has a margin that no other machine's rounding bridges: checked
 
-    @property
-    def ours(self) -> bool:
-        return bool(self.question)
-
 
 def _text(section: str, name: str, **where: Any) -> Any:
     """The value of a `text` row of published.yaml."""

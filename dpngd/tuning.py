@@ -1,6 +1,7 @@
 """The grid search of a profile: its trials, what won, and the file that every other run takes its rate and steps from.
 
-    python -m dpngd.tuning cpu       # runs the trials that are missing, writes params/tuned/cpu.yaml
+    python -m dpngd.tuning cpu           # runs the trials that are missing, writes params/tuned/cpu.yaml
+    python -m dpngd.tuning cpu --show    # what won so far, and which winners lie at the edge of their grid
 
 The trials are on a validation part of the private training set, with seeds that no other run has: the test set chooses
 nothing. The winner has the highest accuracy there; of equals, the one with the smaller rate. First every method of the
@@ -51,6 +52,14 @@ def winners(profile: profiles.Profile, store: Store) -> dict[str, dict[str, dict
     return found
 
 
+def edges(profile: profiles.Profile, method: str, where: str) -> list[str]:
+    """Axes of three values or more on which the winner is the first or the last: a wider grid might do better."""
+    won, model = profile.settings["tuned"][method][where], where.partition("/")[2] or None
+    grid = next(profile.settings[s]["grid"] for s in profiles.SEARCHES if profile.settings[s]["model"] == model)
+    return [axis for axis, values in grid[method].items() if len(values) >= 3
+            and any(profiles.joint(axis, v).items() <= won.items() for v in (values[0], values[-1]))]
+
+
 def write(profile: str, store: Store) -> dict[str, Any]:
     """Write params/tuned/<profile>.yaml; nothing where no search is complete."""
     found = winners(profiles.load(profile), store)
@@ -75,10 +84,15 @@ def main(argv: list[str] | None = None) -> int:
     p = Parser(prog="python -m dpngd.tuning", description="The grid search of a profile.", allow_abbrev=False)
     p.add_argument("profile", help=f"one of {', '.join(profiles.profile_names())}")
     p.add_argument("--jobs", type=int, default=2, help="runs at once (default 2)")
+    p.add_argument("--show", action="store_true", help="run and write nothing, show what won so far")
     args = p.parse_args(argv)
-    for method, by_data in search(args.profile, Store(args.profile), args.jobs).items():
-        for data, axes in by_data.items():
-            print(f"{METHODS[method].label:24} {data:16} " + " ".join(f"{n}={v:g}" for n, v in axes.items()))
+    if not args.show:
+        search(args.profile, Store(args.profile), args.jobs)
+    profile = profiles.load(args.profile)
+    for method, by_place in profile.settings["tuned"].items():
+        for where, axes in by_place.items():
+            edge = f"; at the edge of its grid: {', '.join(found)}" if (found := edges(profile, method, where)) else ""
+            print(f"{METHODS[method].label:18} {where:16} " + " ".join(f"{n}={v:g}" for n, v in axes.items()) + edge)
     return 0
 
 

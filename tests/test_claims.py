@@ -38,7 +38,7 @@ def test_ids_are_unique_and_sources_exist():
         assert claim.notebook in suite.NOTEBOOKS
         if claim.source != "theory":
             assert claim.source in suite.NOTEBOOKS[claim.notebook]
-        assert bool(claim.paper) is not claim.ours
+        assert bool(claim.paper) is not bool(claim.question)
 
 
 def test_every_artifact_of_the_paper_decides_something():

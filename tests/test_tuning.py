@@ -87,6 +87,18 @@ def test_another_network_is_searched_for_itself(mine):
     assert after.config("dp-sgd", "cifar10", 2, 0, model="small").eta == before.config("dp-sgd", "cifar10", 2, 0).eta
 
 
+def test_winners_at_the_edge_of_their_grid_are_named(mine, capsys):
+    fill(mine, lambda c: 0.9 - abs(c.eta - 2.0) if c.method == "dp-sgd" else 0.1 + c.eta / 100)
+    tuning.write("mine", mine)
+    profile = load("mine")
+    assert tuning.edges(profile, "dp-sgd", "cifar10") == [], "rate 1 of 0.5, 1, 2; two values of T have no inside"
+    assert tuning.edges(profile, "dp-ngd", "cifar10") == ["rate"]
+    assert tuning.main(["mine", "--show"]) == 0
+    out = capsys.readouterr().out
+    assert "lambda_safe=0.09; at the edge of its grid: rate" in out
+    assert out.count("edge") == 2  # GEP's too
+
+
 def test_equals_and_runs_that_ended_badly(mine):
     fill(mine, lambda c: None if c.eta <= 1.0 and c.method == "dp-sgd" else 0.5)
     found = tuning.write("mine", mine)
