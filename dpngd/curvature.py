@@ -58,7 +58,14 @@ class LayerCurvature:
 def _eigh(M: Tensor) -> tuple[Tensor, Tensor]:
     if not M.isfinite().all():
         raise FloatingPointError("a curvature factor is not finite: training has diverged")
-    values, vectors = torch.linalg.eigh(M.double())
+    M = M.double()
+    try:
+        values, vectors = torch.linalg.eigh(M)
+    except torch.linalg.LinAlgError:
+        # LAPACK's divide and conquer can give up on a matrix of mostly zero rows (inputs that are always zero). As
+        # much as its own rounding on the diagonal, and it finds them.
+        M = M + torch.finfo(M.dtype).eps * M.abs().amax((-2, -1), keepdim=True) * torch.eye(M.shape[-1]).to(M)
+        values, vectors = torch.linalg.eigh(M)
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
 
 
