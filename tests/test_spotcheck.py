@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import torch
 
-from dpngd import profiles, spotcheck
+from dpngd import profiles, record, spotcheck
 from dpngd.errors import UsageError
 from dpngd.store import Store
 from dpngd.train import run
@@ -23,10 +24,10 @@ def shipped(computed, tmp_path):
     """A store that ships them; `change` edits a record before it is written."""
     def make(change=lambda r: None):
         made = Store("quick", root=tmp_path / "made", results=tmp_path / "results")
-        for config, record in computed:
-            record = json.loads(json.dumps(record))
-            change(record)
-            made.put(config, record)
+        for config, facts in computed:
+            facts = json.loads(json.dumps(facts))
+            change(facts)
+            made.put(config, facts)
         made.export()
         return Store("quick", root=tmp_path / "empty", results=tmp_path / "results")
     return make
@@ -49,9 +50,28 @@ def test_a_number_that_was_changed_is_found(shipped, capsys):
 def test_another_machine_may_round_otherwise(shipped, capsys):
     def change(record):
         record["train_loss"][1] += 1e-9
-        record["where"]["cpu"] = "another"
+        record["where"]["rounding"] = "another"
     assert spotcheck.check(shipped(change), 1, 0, 1)
     assert "differs in train_loss (another machine)" in capsys.readouterr().out
+
+
+def test_the_name_of_a_processor_does_not_make_it_the_same_machine(shipped, capsys):
+    """Records from before the digest: two machines called alike did round differently."""
+    def change(record):
+        record["train_loss"][1] += 1e-9
+        del record["where"]["rounding"]
+    assert spotcheck.check(shipped(change), 1, 0, 1)
+    assert "(another machine)" in capsys.readouterr().out
+
+
+def test_the_digest_of_rounding_is_of_numbers(monkeypatch):
+    here = record.rounding()
+    record.rounding.cache_clear()
+    assert record.rounding() == here, "the same machine, the same digest"
+    monkeypatch.setattr(torch, "bmm", lambda a, b: torch.nextafter(a @ b, torch.tensor(torch.inf)))
+    record.rounding.cache_clear()
+    assert record.rounding() != here, "a last bit changes it"
+    record.rounding.cache_clear()
 
 
 def test_which_runs_depends_on_the_seed_alone(shipped):
