@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dpngd import rules, rules_time, stats
+from dpngd import rules, rules_ours, rules_time, stats
 from dpngd.params import published
 from dpngd.rules import Decision
 from dpngd.runs import BASELINES, Runs
@@ -114,13 +114,19 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("stricter-larger", "01_utility_table", "The advantage is larger under stricter privacy.",
           P["utility_table"]["place"], _small_epsilon(), "utility_table", rules.larger_when_stricter),
     Claim("other-networks", "01_utility_table", "DP-NGD gains over DP-SGD on another network and with augmentation.",
-          "our question", "", "networks", rules.over_each(("model", "K"), "dp-sgd"),
+          "our question", "", "networks", rules_ours.over_each(("model", "K"), "dp-sgd"),
           question="Does the gain hang on the network, or on training without augmentation?"),
     Claim("every-budget", "02_convergence_curves", "DP-NGD is more accurate at every step budget.",
           P["convergence"]["place"], "every point of the figure", "convergence", rules.higher_at_every_budget),
     Claim("fewer-steps", "02_convergence_curves", "DP-NGD reaches the baselines' peak in a fraction of the steps.",
           P["convergence"]["place"], "; ".join(f"{d} {v:g} times fewer" for d, v in FEWER.items()), "convergence",
           rules.fewer_steps(FEWER)),
+    Claim("own-budget", "02_convergence_curves", "With every method at its own best step budget DP-NGD is ahead.",
+          "our question", "", "convergence", rules_ours.ahead_at_own_budget,
+          question="Is DP-NGD only faster, or also better when every method may take the steps it needs?"),
+    Claim("lead-fades", "02_convergence_curves", "The lead shrinks as the step budget grows.",
+          "our question", "", "convergence", rules_ours.lead_fades,
+          question="Is the lead a matter of speed: is it larger the fewer steps there are?"),
     Claim("few-images", "03_public_sample_efficiency", "DP-NGD hardly depends on how many public images there are.",
           P["sample_efficiency"]["place"], f"less than {FLUCTUATION} point from 50 to 5,000 images",
           "sample_efficiency", rules.spread("public_size", FLUCTUATION)),
@@ -130,8 +136,12 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("ahead-with-images", "03_public_sample_efficiency", "Even with the most public images they stay behind.",
           P["sample_efficiency"]["place"], "all three below DP-NGD at 5,000 images", "sample_efficiency",
           rules.ahead_with_most_images, steady=True),
+    Claim("longer-pretraining", "03_public_sample_efficiency",
+          "Pre-trained as long as suits it, DP-SGD-PT gains from more public images.",
+          "our question", "", "pretraining", rules_ours.more_images_pay,
+          question="Does DP-SGD-PT gain little from more images only because its pre-training was tuned on few?"),
     Claim("any-source", "03_public_sample_efficiency", "DP-NGD gains over DP-SGD whatever the public images are.",
-          "our question", "", "sources", rules.over("public", "dp-sgd"),
+          "our question", "", "sources", rules_ours.over("public", "dp-sgd"),
           question="Does the gain over DP-SGD survive when the public images are of another kind, two photographs, or "
                    "noise?"),
     Claim("private-curvature", "04_ablations", "Curvature paid from the privacy budget falls below DP-SGD-PT.",
@@ -156,11 +166,11 @@ CLAIMS: tuple[Claim, ...] = (
           "our question", "", "ablation_ours", rules.chain(("dp-ngd", "dp-ngd-one-sided")),
           question="Is the second F^-1/2, which maps the noisy sum back, worth its noise?"),
     Claim("clamped-share", "04_ablations", "Most eigenvalues lie on the floor all through a run.",
-          "our question", "", "ablation_floor", rules.mostly_clamped, steady=True,
+          "our question", "", "ablation_floor", rules_ours.mostly_clamped, steady=True,
           question="What does the share of clamped eigenvalues do over a run?"),
     Claim("open-choices", "04_ablations", "Clamping factors or product, and the Fisher's labels, change under 1 point.",
           "our question", "", "ablation_ours",
-          rules.alike(("dp-ngd-factor-clamp", "dp-ngd-labels-exact", "dp-ngd-labels-random"), 1.0),
+          rules_ours.alike(("dp-ngd-factor-clamp", "dp-ngd-labels-exact", "dp-ngd-labels-random"), 1.0),
           question="Does it matter whether factors or their product are clamped, and which labels the Fisher takes?"),
     Claim("step-cost", "05_wallclock_overhead", "A DP-NGD step costs no more than the paper's multiple of DP-SGD-PT's.",
           P["overhead"]["place"], "; ".join(f"{d} {v:.1f} times" for d, v in STEP_COST.items()), "overhead",
@@ -169,13 +179,16 @@ CLAIMS: tuple[Claim, ...] = (
           P["overhead"]["place"], "; ".join(f"{d} {v:.2f} times as fast" for d, v in TOTAL.items()), "overhead",
           rules_time.total_time(TOTAL), timed=True),
     Claim("equal-trials", "06_hyperparameter_robustness", "DP-SGD stays behind when it gets as many trials.",
-          "our question", "", "tuning", rules.best_trial_ahead("dp-sgd"),
+          "our question", "", "tuning", rules_ours.best_trial_ahead("dp-sgd"),
           question="Does the gain survive when DP-SGD gets the same number of trials?"),
     Claim("rare-updates", "06_hyperparameter_robustness", "Curvature may be 16 steps old.", P["robustness"]["place"],
           f"less than {DROP} points from T_cur 1 to 16", "robustness", rules.spread("T_cur", DROP, upto=16)),
     Claim("too-rare", "06_hyperparameter_robustness", "At 32 steps accuracy declines.", P["robustness"]["place"],
           f"{_text('robustness', 'accuracy at T_cur 32'):.2f} against {T_CUR['mean'][T_CUR['values'].index(8)]:.2f}",
           "robustness", rules.drop("T_cur", 8, 32)),
+    Claim("once-only", "06_hyperparameter_robustness", "Curvature that is hardly ever estimated anew costs accuracy.",
+          "our question", "", "robustness", rules_ours.rarest_curvature_costs,
+          question="Must the curvature follow the weights, or would that of the first ones do?"),
     Claim("exponent", "06_hyperparameter_robustness", "The exponent p hardly matters.", P["robustness"]["place"],
           _axis("p"), "robustness", rules.spread("p", SMALL)),
     Claim("warm-up", "06_hyperparameter_robustness", "The warm-up T1 hardly matters.", P["robustness"]["place"],
@@ -191,7 +204,8 @@ def of_notebook(notebook: str) -> list[Claim]:
 
 
 def decide(claim: Claim, sources: Mapping[str, Runs | Theory]) -> dict[str, Any]:
-    """A claim's row in claims.json. As long as planned runs are missing, "direction only" is the most it can say."""
+    """A claim's row in claims.json. As long as planned runs are missing, "direction only" is the most it can say; with
+    fewer than half of them it says nothing yet, whatever those few show."""
     source = sources.get(claim.source)
     runs, planned = (len(source), len(source.configs)) if isinstance(source, Runs) else (0, 0)
     if source is None or (isinstance(source, Runs) and not runs):
@@ -199,7 +213,9 @@ def decide(claim: Claim, sources: Mapping[str, Runs | Theory]) -> dict[str, Any]
     else:
         decision = claim.rule(source)
     word, e = decision.word, decision.verdict.estimate
-    if word == stats.REPRODUCED and runs < planned:
+    if 2 * runs < planned:
+        word = stats.NOT_RUN
+    elif word == stats.REPRODUCED and runs < planned:
         word = stats.DIRECTION
     values = (claim.id, claim.notebook, claim.sentence, claim.question, claim.place, claim.paper, decision.ours,
               decision.brief or decision.ours, claim.timed, word, decision.n, runs, planned, decision.verdict.rule,

@@ -168,6 +168,13 @@ def sources(runs: Runs) -> Figure:
     return dots(runs, groups, reference={"method": "dp-sgd"})
 
 
+def pretraining(runs: Runs) -> Figure:
+    """DP-SGD-PT by public images and pre-training steps."""
+    shapes = dict.fromkeys((c.method, c.public_size, c.pt_steps) for c in runs.configs)
+    return dots(runs, [(f"{size:,} images, {steps:,} steps", {"method": m, "public_size": size, "pt_steps": steps})
+                       for m, size, steps in sorted(shapes)])
+
+
 def arms(runs: Runs, artifact: str) -> Figure:
     """An ablation: every arm in points above DP-NGD, the paper's hollow."""
     groups = [(label(m), {"method": m}) for m in runs.methods() if m != "dp-ngd"]

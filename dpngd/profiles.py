@@ -73,7 +73,8 @@ class Profile:
         for key, kind in SHAPES.items():
             if key in section and not isinstance(section[key], kind):
                 raise UsageError(f"{self.name}: {name}.{key} = {section[key]!r} has the wrong form")
-        axes = [section.get("vary", {}), *section.get("grid", {}).values()]
+        grids = (block for grid in section.get("grid", {}).values() for block in blocks(grid))
+        axes = [section.get("vary", {}), *grids]
         used = {
             "method": [*section.get("methods", []), *section.get("grid", {})],
             "data set": section["cells"],
@@ -246,10 +247,7 @@ class Profile:
                 return []
             base = self.tuned(arm_of, data)
         found = []
-        for values in itertools.product(*section["grid"][method].values()):
-            axes: dict[str, Any] = {}
-            for axis, value in zip(section["grid"][method], values, strict=True):
-                axes |= joint(axis, value)
+        for axes in points(section["grid"][method]):
             tuned = {**base, **axes, "rate": base.get("rate", 1.0) * axes.get("rate", 1.0)}
             changes = {n: section[n] for n in ("validation", "evals", "model")}
             found.append((axes, self._config(method, data, epsilon, seed, tuned, changes)))
@@ -269,6 +267,27 @@ class Profile:
 def place(data: str, model: str | None = None) -> str:
     """Where the winners of a search stand: under the data set, or under it and the network."""
     return f"{data}/{model}" if model else data
+
+
+def blocks(grid: dict[str, list] | list[dict[str, list]]) -> list[dict[str, list]]:
+    """A grid as its blocks: one table of axes, or several, where one number of steps is searched more widely."""
+    found = grid if isinstance(grid, list) else [grid]
+    if not all(isinstance(block, dict) and all(isinstance(v, list) and v for v in block.values()) for block in found):
+        raise UsageError(f"grid {grid!r}: must be a table of axis: [values], or a list of such tables")
+    return found
+
+
+def points(grid: dict[str, list] | list[dict[str, list]]) -> list[dict[str, Any]]:
+    """All combinations of each block of a grid, as what each sets; one that two blocks have counts once."""
+    found: list[dict[str, Any]] = []
+    for block in blocks(grid):
+        for values in itertools.product(*block.values()):
+            point: dict[str, Any] = {}
+            for axis, value in zip(block, values, strict=True):
+                point |= joint(axis, value)
+            if point not in found:
+                found.append(point)
+    return found
 
 
 def joint(name: str, value: Any) -> dict[str, Any]:

@@ -81,18 +81,20 @@ def best_in_every_cell(runs: Runs) -> Decision:
     return together(parts)
 
 
+def leads(runs: Runs) -> dict[int, float]:
+    """Seed -> DP-NGD's accuracy less that of the best baseline, in runs of one setting."""
+    rival = runs.best({"method": m} for m in runs.baselines())
+    ours, theirs = runs.by_seed(**NGD), runs.by_seed(**rival) if rival else {}
+    return {s: ours[s] - theirs[s] for s in ours.keys() & theirs.keys()}
+
+
 def larger_when_stricter(runs: Runs) -> Decision:
     """Lead at the smallest epsilon less lead at the largest, for every data set."""
     parts = []
     for data in runs.values("data"):
         epsilons = [e for d, e in runs.cells() if d == data]
-        leads = []
-        for epsilon in (min(epsilons), max(epsilons)):
-            here = runs.where(data=data, epsilon=epsilon)
-            rival = here.best({"method": m} for m in here.baselines())
-            ours, theirs = here.by_seed(**NGD), here.by_seed(**rival) if rival else {}
-            leads.append({s: ours[s] - theirs[s] for s in ours.keys() & theirs.keys()})
-        spread = stats.difference(*leads) if min(epsilons) < max(epsilons) else stats.NOTHING
+        ends = [leads(runs.where(data=data, epsilon=e)) for e in (min(epsilons), max(epsilons))]
+        spread = stats.difference(*ends) if min(epsilons) < max(epsilons) else stats.NOTHING
         parts.append((f"{data} ε={min(epsilons):g} against {max(epsilons):g}", stats.greater(spread)))
     return together(parts)
 
@@ -186,61 +188,12 @@ def ahead_with_most_images(runs: Runs) -> Decision:
                     for c in runs.cells() for m in runs.baselines())
 
 
-def over(field: str, rival: str) -> Rule:
-    """DP-NGD above another method, for every value of a field (which the rival may not have)."""
-    def rule(runs: Runs) -> Decision:
-        return together((str(v), above(runs, {**NGD, field: v}, {"method": rival})) for v in runs.values(field))
-    return rule
-
-
-def over_each(fields: Sequence[str], rival: str) -> Rule:
-    """DP-NGD above another method, for every combination of these fields that was asked for."""
-    def rule(runs: Runs) -> Decision:
-        parts = []
-        for cell in runs.cells():
-            here = runs.where(data=cell[0], epsilon=cell[1])
-            for values in dict.fromkeys(tuple(getattr(c, f) for f in fields) for c in here.configs):
-                chosen = dict(zip(fields, values, strict=True))
-                parts.append((", ".join(f"{f}={v}" for f, v in chosen.items()),
-                              above(here.where(**chosen), NGD, {"method": rival})))
-        return together(parts)
-    return rule
-
-
-def best_trial_ahead(rival: str) -> Rule:
-    """Accuracy of DP-NGD's best trial less that of the rival's, on the validation part: one difference a data set.
-
-    Data sets on which one of the two searches is not complete are left out: its best is not known."""
-    def rule(runs: Runs) -> Decision:
-        leads, trials = {}, set()
-        for data, epsilon in runs.cells():
-            ours, theirs = (runs.where(data=data, epsilon=epsilon, method=m) for m in ("dp-ngd", rival))
-            if not ours.missing and not theirs.missing and ours.accuracies() and theirs.accuracies():
-                leads[name((data, epsilon))] = max(ours.accuracies()) - max(theirs.accuracies())
-                trials |= {len(ours), len(theirs)}
-        verdict = stats.greater(stats.mean(list(leads.values()), "difference over data sets"))
-        if not leads:
-            return Decision(verdict, stats.NOT_RUN, 0)
-        said = "; ".join(f"{cell} {lead:+.2f} points" for cell, lead in leads.items())
-        return Decision(verdict, f"{said} (best of {' or '.join(map(str, sorted(trials)))} trials)", len(leads))
-    return rule
-
-
 def chain(*pairs: tuple[str, str]) -> Rule:
     """For each pair of methods and each cell, the first is more accurate than the second."""
     def rule(runs: Runs) -> Decision:
         return together((f"{name(c)} {a} over {b}",
                          above(runs.where(data=c[0], epsilon=c[1]), {"method": a}, {"method": b}))
                         for c in runs.cells() for a, b in pairs)
-    return rule
-
-
-def alike(methods: Sequence[str], bound: float) -> Rule:
-    """DP-NGD and its arms differ by less than `bound` points."""
-    def rule(runs: Runs) -> Decision:
-        return together((f"{name(c)} {m}", stats.within(
-            runs.where(data=c[0], epsilon=c[1]).lead({"method": m}, NGD), bound))
-            for c in runs.cells() for m in methods)
     return rule
 
 
@@ -254,19 +207,6 @@ def diverges(method: str) -> Rule:
         said = f"{blown} of {len(records)} runs end above their first loss or in NaN ({nan} in NaN)"
         return Decision(verdict, said if records else stats.NOT_RUN, len(records))
     return rule
-
-
-def mostly_clamped(runs: Runs) -> Decision:
-    """More than half of the eigenvalues lie on DP-NGD's floor, at every look of every run."""
-    shares = [[a["clamped_share"] for a in r["diagnostics"]["along"] if a.get("clamped_share") is not None]
-              for r in runs.where(**NGD).records]
-    shares = [s for s in shares if s]
-    if not shares:
-        return Decision(stats.outcome([]), stats.NOT_RUN, 0)
-    start, least, end = (100 * sum(f(s) for s in shares) / len(shares) for f in (lambda s: s[0], min, lambda s: s[-1]))
-    return Decision(stats.outcome([min(s) > 0.5 for s in shares]),
-                    f"{start:.1f}% of the eigenvalues at the first look, {least:.1f}% at the fewest, {end:.1f}% at the "
-                    f"last (means of {len(shares)} runs)", len(shares))
 
 
 def blown_up(record: Mapping[str, Any]) -> bool:

@@ -17,8 +17,9 @@ def step_cost(limits: Mapping[str, float]) -> Rule:
             here = runs.where(data=cell[0], epsilon=cell[1])
             cost = {m: _by_seed(here.where(method=m), seconds_a_step) for m in ("dp-sgd-pt", "dp-ngd")}
             bound = limits.get(cell[0], max(limits.values()))
-            parts.append((name(cell), stats.greater(stats.ratio(cost["dp-sgd-pt"], cost["dp-ngd"]), 1 / bound)))
-        return together(parts, unit=" of DP-NGD's step")
+            parts.append((f"{name(cell)} a DP-SGD-PT step takes",
+                          stats.greater(stats.ratio(cost["dp-sgd-pt"], cost["dp-ngd"]), 1 / bound)))
+        return together(parts, unit=" of a DP-NGD step")
     return rule
 
 

@@ -36,6 +36,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--train", action="store_true", help="train missing runs even where the profile ships results")
     p.add_argument("--refresh", action="store_true", help="forget stored and shipped runs, and train all of them")
     p.add_argument("--list", action="store_true", help="show runs, sigmas, steps and hours; train nothing")
+    p.add_argument("--export", action="store_true", help="ship the runs there are: write results/<profile>.jsonl")
     p.add_argument("--html", action="store_true", help="also write each executed notebook as HTML")
     p.add_argument("--timeout", type=float, default=1200.0, metavar="SECONDS", help="limit a notebook (default 1200)")
     p.add_argument("-p", "--param", action="append", default=[], metavar="NAME=VALUE",
@@ -83,6 +84,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         print(listing(args.profile, wanted, Store(args.profile.name)))
         return 0
+    if args.export:
+        print(export(args.profile, Store(args.profile.name)))
+        return 0
     started = time.perf_counter()
     store = prepare_store(args)
     train = args.train or args.refresh or not store.shipped_path.exists()
@@ -100,6 +104,16 @@ def main(argv: list[str] | None = None) -> int:
     for failure in failures:
         print(f"FAILED {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def export(profile: profiles.Profile, store: Store) -> str:
+    """Write results/<profile>.jsonl: the runs that the profile asks for now. Those of an earlier choice are dropped."""
+    wanted = {c.key(): c for c in profile.all_configs()}
+    found = [key for key, c in wanted.items() if store.get(c) is not None]
+    if not found:
+        raise UsageError(f"{profile.name} has no runs to ship: train some, run_all.py --profile {profile.name} --train")
+    store.export(found)
+    return f"results/{store.shipped_path.name}: {len(found)} of {len(wanted)} runs"
 
 
 def prepare_store(args: argparse.Namespace) -> Store:

@@ -32,7 +32,7 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
     "00_geometry": (),
     "01_utility_table": ("utility_table", "networks"),
     "02_convergence_curves": ("convergence",),
-    "03_public_sample_efficiency": ("sample_efficiency", "sources"),
+    "03_public_sample_efficiency": ("sample_efficiency", "pretraining", "sources"),
     "04_ablations": ("ablation_decoupling", "ablation_clipping", "ablation_floor", "ablation_ours"),
     "05_wallclock_overhead": ("overhead",),
     "06_hyperparameter_robustness": ("robustness", "tuning", "tuning_networks"),

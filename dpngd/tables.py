@@ -9,6 +9,7 @@ import pandas as pd
 from dpngd import tuning as tuned
 from dpngd.config import METHODS
 from dpngd.params import published
+from dpngd.profiles import Profile, place
 from dpngd.rules import steps_to_peak
 from dpngd.runs import NOT_STEPS, Runs, seconds_a_step, step_phases
 
@@ -121,8 +122,9 @@ def time_to_peak(runs: Runs) -> tuple[pd.DataFrame, str, str, pd.DataFrame]:
     return table, "time_to_peak", "Time to DP-SGD-PT's best accuracy (Table 5)", table
 
 
-def tuning(runs: Runs, name: str = "tuning") -> tuple[pd.DataFrame, str, str, pd.DataFrame]:
-    """Every trial in the CSV; shown is each method's best and how many trials it had."""
+def tuning(runs: Runs, profile: Profile, name: str = "tuning") -> tuple[pd.DataFrame, str, str, pd.DataFrame]:
+    """Every trial in the CSV; shown is each method's best, its number of trials, and where a wider grid might help."""
+    searched = profile.settings[name]["model"]
     data = pd.DataFrame([{"method": c.method, "data": c.data, "model": c.model, "epsilon": c.epsilon, "seed": c.seed,
                           "eta": c.eta, "T": c.T, **{n: getattr(c, n) for n in OWN},
                           "accuracy": None if r["accuracy"] is None else 100 * r["accuracy"], "status": r["status"],
@@ -138,5 +140,13 @@ def tuning(runs: Runs, name: str = "tuning") -> tuple[pd.DataFrame, str, str, pd
                 rows.append({"method": METHODS[method].label, "data": cell[0], "network": best.model,
                              "ε": f"{cell[1]:g}", "trials": len(here), "best η": f"{best.eta:g}", "T": best.T,
                              "its own": ", ".join(f"{n}={v:g}" for n, v in own.items() if v is not None) or "none",
-                             "validation accuracy": f"{100 * accuracy:.1f}"})
+                             "validation accuracy": f"{100 * accuracy:.1f}",
+                             "at the edge of its grid": at_edge(profile, method, place(cell[0], searched))})
     return pd.DataFrame(rows), name, "The grid search: the same number of trials for every method", data
+
+
+def at_edge(profile: Profile, method: str, where: str) -> str:
+    """The axes on which the winner lies at the edge, in words; none is known of a search that is not complete."""
+    if where not in profile.settings["tuned"].get(method, {}):
+        return "search not complete"
+    return ", ".join(tuned.edges(profile, method, where)) or "no"

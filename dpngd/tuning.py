@@ -53,11 +53,18 @@ def winners(profile: profiles.Profile, store: Store) -> dict[str, dict[str, dict
 
 
 def edges(profile: profiles.Profile, method: str, where: str) -> list[str]:
-    """Axes of three values or more on which the winner is the first or the last: a wider grid might do better."""
+    """Axes on which the winner is the first or the last of three trials or more that differ in that axis alone: a
+    wider grid might do better."""
     won, model = profile.settings["tuned"][method][where], where.partition("/")[2] or None
-    grid = next(profile.settings[s]["grid"] for s in profiles.SEARCHES if profile.settings[s]["model"] == model)
-    return [axis for axis, values in grid[method].items() if len(values) >= 3
-            and any(profiles.joint(axis, v).items() <= won.items() for v in (values[0], values[-1]))]
+    grid = next(profile.settings[s]["grid"] for s in profiles.SEARCHES if profile.settings[s]["model"] == model)[method]
+    found = []
+    for axis in dict.fromkeys(axis for block in profiles.blocks(grid) for axis in block):
+        parts = axis.split("+")
+        others = {n: v for n, v in won.items() if n not in parts}
+        line = [point for point in profiles.points(grid) if others.items() <= point.items()]
+        if len(line) >= 3 and won in (line[0], line[-1]):
+            found.append(axis)
+    return found
 
 
 def write(profile: str, store: Store) -> dict[str, Any]:

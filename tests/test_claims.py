@@ -108,6 +108,38 @@ def test_every_budget_and_fewer_steps():
     assert set(ours.values()) == {41}, "never reached counts as more than the largest budget"
 
 
+@pytest.mark.parametrize(("peak", "verdict"), [(2.0, "reproduced"), (-2.0, "not reproduced")])
+def test_own_budget_compares_peaks_wherever_they_lie(peak, verdict):
+    """DP-NGD is best with 20 steps, the baselines with 40: at no common budget are those two compared."""
+    def accuracy(c):
+        best = 20 if c.method == "dp-ngd" else 40
+        return 60 - abs(c.T - best) / 2 + (peak if c.method == "dp-ngd" else 0) + wobble(c)
+
+    runs = runs_of(artifact("convergence"), accuracy)
+    row = claims.decide(BY_ID["own-budget"], {"convergence": runs})
+    assert row["verdict"] == verdict
+    assert "20 steps against 40 of" in row["ours"]
+
+
+@pytest.mark.parametrize(("late", "verdict"), [(1.0, "reproduced"), (9.0, "not reproduced")])
+def test_the_lead_fades_or_does_not(late, verdict):
+    lead = {10: 20.0, 20: 5.0, 40: late}  # of quick's budgets, the second and the last are compared
+    assert word("lead-fades", runs_of(artifact("convergence"), lambda c: 50 + wobble(c) + (
+        lead[c.T] if c.method == "dp-ngd" else 0))) == verdict
+
+
+@pytest.mark.parametrize(("gain", "verdict"), [(3.0, "reproduced"), (-3.0, "not reproduced")])
+def test_longer_pretraining_takes_the_best_steps_of_each_size(gain, verdict):
+    def accuracy(c):
+        best = {50: 30, 5000: 300}[c.public_size]
+        return 60 + (gain if c.public_size == 5000 else 0) - 8 * (c.pt_steps != best) + 0.1 * c.seed * (c.pt_steps > 50)
+
+    runs = runs_of(profiles.load("cpu").configs("pretraining", seeds=SEEDS), accuracy)
+    row = claims.decide(BY_ID["longer-pretraining"], {"pretraining": runs})
+    assert row["verdict"] == verdict
+    assert "5000 images, 300 steps, over 50, 30" in row["ours"]
+
+
 @pytest.mark.parametrize(("slope", "verdict"), [(0.0, "reproduced"), (5.0, "not reproduced")])
 def test_few_images(slope, verdict):
     size = {50: 0.0, 150: 0.5, 500: 1.0}
@@ -189,6 +221,16 @@ def test_a_claim_with_runs_missing_is_not_reproduced_yet():
     assert claims.decide(BY_ID["best-everywhere"], {"utility_table": whole})["verdict"] == "reproduced"
 
 
+def test_less_than_half_of_the_runs_decide_nothing():
+    """One budget of a curve would say that nobody is faster."""
+    configs = artifact("convergence")
+    runs = runs_of(configs, lambda c: {40: 50.0}[c.T] + wobble(c))
+    row = claims.decide(BY_ID["fewer-steps"], {"convergence": runs})
+    assert row["verdict"] == "not run"
+    assert row["ours"] != "not run", "what there is is shown"
+    assert claims.seeds(row) == f"3 ({len(configs) // 3} of {len(configs)} runs)"
+
+
 def test_answers_are_sentences():
     for claim in claims.CLAIMS:
         if claim.question:
@@ -262,6 +304,14 @@ def test_robustness_varies_one_field_at_a_time():
     rare = runs_of(configs, lambda c: 60 - 3 * (c.T_cur == 32) + wobble(c))
     assert word("too-rare", rare) == "reproduced"
     assert word("too-rare", runs_of(configs, lambda c: 60 + 3 * (c.T_cur == 32) + wobble(c))) == "not reproduced"
+
+
+@pytest.mark.parametrize(("cost", "verdict"), [(3.0, "reproduced"), (-3.0, "not reproduced")])
+def test_curvature_that_is_hardly_ever_estimated(cost, verdict):
+    def accuracy(c):
+        return 70 - (cost if c.T_cur == 32 else 0) + 0.1 * ((c.seed + c.T_cur) % 3)
+
+    assert word("once-only", runs_of(artifact("robustness"), accuracy)) == verdict
 
 
 def test_theory_notices_what_is_off():

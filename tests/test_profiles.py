@@ -1,5 +1,6 @@
 """Profiles: complete, consistent with the paper, strict about keys; and every number we quote is in the paper."""
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -216,7 +217,8 @@ def test_at_the_floor_all_clipping_spaces_clip_the_same_gradients():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_artifacts_share_their_runs(name):
     profile = load(name)
-    keys = {a: {c.key() for c in profile.configs(a)} for a in profile.artifacts}
+    looks = {"evals": 1}  # how often a run is looked at is a matter of drawing
+    keys = {a: {dataclasses.replace(c, **looks).key() for c in profile.configs(a)} for a in profile.artifacts}
     assert all(keys.values())
     assert keys["overhead"] <= keys["convergence"]
     assert keys["robustness"] & keys["ablation_floor"], "the default of Table 6 is the dynamic floor of Figure 4"
@@ -224,7 +226,7 @@ def test_artifacts_share_their_runs(name):
     assert keys["ablation_clipping"] & keys["ablation_ours"] & keys["ablation_decoupling"]
     assert keys["ablation_floor"] & keys["utility_table"]
     assert not keys["tuning"] & set().union(*(k for a, k in keys.items() if a not in profiles.SEARCHES))
-    assert len(profile.all_configs()) == len(set().union(*keys.values()))
+    assert len(profile.all_configs()) == len({c.key() for a in profile.artifacts for c in profile.configs(a)})
     assert {c.method for c in profile.all_configs()} == set(METHODS)
 
 

@@ -1,5 +1,6 @@
 """run_all: errors before work, each notebook in a process of its own, failures collected, one exit code."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -156,6 +157,18 @@ def test_shipped_results_are_redrawn_without_data_and_without_training(tmp_path,
                         for folder in (tmp_path / "out", ROOT / "figures" / "cpu"))
     assert drawn == committed
     assert not (tmp_path / "no-data").exists()
+
+
+def test_export_ships_what_the_profile_asks_for_and_nothing_else(tmp_path):
+    profile, store = profiles.load("quick"), Store("quick", root=tmp_path / "store", results=tmp_path / "results")
+    with pytest.raises(UsageError, match="quick has no runs to ship"):
+        runner.export(profile, store)
+    wanted = profile.configs("utility_table")[:2]
+    earlier = dataclasses.replace(wanted[0], eta=0.123)
+    for config in (*wanted, earlier):
+        store.put(config, {"accuracy": 0.5, "status": "ok"})
+    assert "results/quick.jsonl: 2 of" in runner.export(profile, store)
+    assert set(Store("quick", root=tmp_path / "x", results=tmp_path / "results").shipped) == {c.key() for c in wanted}
 
 
 def test_the_list_of_the_paper_profile(tmp_path):

@@ -99,6 +99,27 @@ def test_winners_at_the_edge_of_their_grid_are_named(mine, capsys):
     assert out.count("edge") == 2  # GEP's too
 
 
+def test_a_grid_of_blocks_searches_one_number_of_steps_more_widely(mine):
+    (params.PARAMS / "mine.yaml").write_text(GRID.replace("dp-sgd: {rate: [0.5, 1.0, 2.0], T: [0.5, 1.0]}", """
+      dp-sgd:
+        - {T: [1.0], rate: [0.5, 1.0, 2.0, 4.0]}
+        - {T: [0.5, 1.0], rate: [0.5, 2.0]}""".replace("\n      ", "\n    ")))
+    runs = [(c.T, c.eta) for c in load("mine").configs("tuning") if c.method == "dp-sgd"]
+    assert sorted(runs) == [(660, 1.0), (660, 4.0), (1320, 1.0), (1320, 2.0), (1320, 4.0), (1320, 8.0)], "each once"
+    for winner, edges in (((1320, 2.0), []), ((1320, 8.0), ["rate"]), ((660, 4.0), [])):  # at 660: only two rates
+        for config in load("mine").configs("tuning"):
+            mine.put(config, {"accuracy": 0.5 + ((config.T, config.eta) == winner), "status": "ok"})
+        tuning.write("mine", mine)
+        assert tuning.edges(load("mine"), "dp-sgd", "cifar10") == edges
+
+
+@pytest.mark.parametrize("grid", ["[1.0]", "{rate: 1.0}", "[{rate: []}]"])
+def test_a_grid_of_no_axes_is_named(mine, grid):
+    (params.PARAMS / "mine.yaml").write_text(f"tuning: {{grid: {{dp-sgd: {grid}}}}}")
+    with pytest.raises(UsageError, match="must be a table of axis"):
+        load("mine")
+
+
 def test_equals_and_runs_that_ended_badly(mine):
     fill(mine, lambda c: None if c.eta <= 1.0 and c.method == "dp-sgd" else 0.5)
     found = tuning.write("mine", mine)
