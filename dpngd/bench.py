@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import resource
 import statistics
 import subprocess
@@ -20,7 +19,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from dpngd import models
+from dpngd import models, record
 from dpngd.contenders import CONTENDERS, Bench, Contender, NotApplicable
 from dpngd.errors import Parser, UsageError, exit_code, unknown
 from dpngd.gradients import MICRO_BATCH
@@ -189,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
         "models": results,
         "ratio": {name: ratios(r["contenders"]) for name, r in results.items()},
         **{k: getattr(args, k) for k in ("K", "threads", "public", "t_cur", "amortise_batch", "floor", "repeats")},
-        "cpu": platform.processor() or platform.machine(), "torch": torch.__version__,
+        "cpu": record.cpu(), "torch": torch.__version__,
     }
     print(json.dumps(report, indent=1) if args.json else table(report))
     return 0

@@ -175,6 +175,13 @@ def pretraining(runs: Runs) -> Figure:
                        for m, size, steps in sorted(shapes)])
 
 
+def rates(runs: Runs) -> Figure:
+    """Each method at half and at the whole of its tuned rate."""
+    groups = [(f"{label(m)}, η = {eta:g}", {"method": m, "eta": eta})
+              for m in runs.methods() for eta in runs.where(method=m).values("eta")]
+    return dots(runs, groups)
+
+
 def arms(runs: Runs, artifact: str) -> Figure:
     """An ablation: every arm in points above DP-NGD, the paper's hollow."""
     groups = [(label(m), {"method": m}) for m in runs.methods() if m != "dp-ngd"]

@@ -11,6 +11,7 @@ from dpngd.config import METHODS
 from dpngd.figures import SHORT, seeds, title
 from dpngd.params import published
 from dpngd.plots import colour, end_labels, hollow, label, point, settle
+from dpngd.rules_ours import round_one
 from dpngd.runs import Runs, step_phases
 from dpngd.tuning import expected_best
 
@@ -140,6 +141,7 @@ def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
 
 def trials(runs: Runs) -> Figure:
     """What a search of k trials is worth: the expected best validation accuracy of k of a method's trials."""
+    runs = round_one(runs)
     cells = runs.cells()
     figure, axes = plots.new(len(cells), width=max(6.2, 3.7 * len(cells)), height=3.3)
     for ax, (data, epsilon) in zip(axes, cells, strict=True):

@@ -1,7 +1,8 @@
 """params/*.yaml: reading them, laying one over another, and looking up the value of a cell.
 
 `paper.yaml` is complete. Any other profile overrides some of it, and a key that is not in paper.yaml is an error;
-`published.yaml` holds the paper's numbers, and `tuned/<profile>.yaml` what its grid search chose.
+`published.yaml` holds the paper's numbers, and `tuned/<profile>.yaml` what its grid search chose, from the settings in
+`tuned/<profile>-finalists.yaml`.
 """
 
 from __future__ import annotations
@@ -65,12 +66,21 @@ def settings(name: str) -> dict[str, Any]:
         raise unknown("profile", name, profile_names())
     paper = read("paper")
     merged = paper if name == "paper" else merge(paper, read(name), f"{name}.yaml")
-    return {**merged, "tuned": winners(name)}
+    return {**merged, "tuned": winners(name), "finalists": finalists(name)}
 
 
 def winners(name: str) -> dict[str, Any]:
     """What the profile's grid search chose, by method and data set; nothing where it was not run."""
-    return read(f"tuned/{name}") if (PARAMS / "tuned" / f"{name}.yaml").exists() else {}
+    return _written(f"tuned/{name}")
+
+
+def finalists(name: str) -> dict[str, Any]:
+    """The best settings of the search's first round, best first, by method and data set."""
+    return _written(f"tuned/{name}-finalists")
+
+
+def _written(name: str) -> dict[str, Any]:
+    return read(name) if (PARAMS / f"{name}.yaml").exists() else {}
 
 
 def merge(base: Mapping, over: Mapping, file: str, path: tuple[str, ...] = (), depth: int | None = None) -> dict:

@@ -28,6 +28,7 @@ from typing import Any
 from dpngd import params
 from dpngd.config import FIELDS, METHOD_FIELDS, METHODS, RunConfig, in_interval
 from dpngd.errors import UsageError, unknown
+from dpngd.grid import blocks, joint, place, points
 from dpngd.params import number, pick, profile_names, published
 
 __all__ = ["Profile", "load", "profile_names", "published"]
@@ -35,7 +36,8 @@ __all__ = ["Profile", "load", "profile_names", "published"]
 MAPS = {"dp-ngd-pre": (0.0, 1.0), "dp-ngd-post": (1.0, 0.0), "dp-ngd-one-sided": (0.5, 0.0)}  # (l, r), else 1/2 both
 _CELL = ("method", "data", "epsilon", "seed")
 _COMMON = tuple(n for n in FIELDS if n not in METHOD_FIELDS and n not in (*_CELL, "eta"))
-SHAPES = {"methods": list, "cells": dict, "vary": dict, "seeds": list | None, "grid": dict, "arms": dict}
+SHAPES = {"methods": list, "cells": dict, "vary": dict, "seeds": list | None, "grid": dict, "arms": dict,
+          "repeat": dict}
 SEARCHES = ("tuning", "tuning_networks")  # the grid searches: on the profile's networks, and on another one
 Names = Sequence[str] | None
 
@@ -57,14 +59,18 @@ class Profile:
             raise UsageError(f"{self.name}: seeds = {self.seeds!r} must be a list")
         for name, section in {**self.settings["artifacts"], **{s: self.settings[s] for s in SEARCHES}}.items():
             self._check(name, section)
-        for method, by_place in self.settings["tuned"].items():
-            for place, axes in by_place.items():
-                data = place.partition("/")[0]
-                for kind, name, valid in (("method", method, METHODS), ("data set", data, self.settings["data"]),
-                                          *(("field", n, [*FIELDS, "rate"]) for n in axes)):
-                    if name not in valid:
-                        raise UsageError(f"tuned/{self.name}.yaml: {unknown(kind, name, valid)}")
-        reused = {seed for s in SEARCHES for seed in self.settings[s]["seeds"]} & set(self.seeds)
+        chosen = [(m, where, axes) for m, by_place in self.settings["tuned"].items()
+                  for where, axes in by_place.items()]
+        chosen += [(m, where, axes) for m, by_place in self.settings["finalists"].items()
+                   for where, best in by_place.items() for axes in best]
+        for method, where, axes in chosen:
+            for kind, name, valid in (("method", method, METHODS),
+                                      ("data set", where.partition("/")[0], self.settings["data"]),
+                                      *(("field", n, [*FIELDS, "rate"]) for n in axes)):
+                if name not in valid:
+                    raise UsageError(f"tuned/{self.name}.yaml: {unknown(kind, name, valid)}")
+        searches = [self.settings[s] for s in SEARCHES]
+        reused = {seed for s in searches for seed in (*s["seeds"], *s["repeat"]["seeds"])} & set(self.seeds)
         if reused:
             raise UsageError(f"{self.name}: seed {min(reused)} is used for tuning and for results")
 
@@ -215,6 +221,8 @@ class Profile:
     ) -> Iterable[RunConfig]:
         if artifact in SEARCHES:
             yield from (config for _, config in self.trials(method, data, epsilon, seed, artifact))
+            for _, configs in self.repeats(method, data, epsilon, artifact):
+                yield from configs
         else:
             for changes in self._variants(artifact, section, method, data, epsilon):
                 yield self.config(method, data, epsilon, seed, **changes)
@@ -246,12 +254,27 @@ class Profile:
             if data not in section["arms"].get(method, []) or data not in self.settings["tuned"].get(arm_of, {}):
                 return []
             base = self.tuned(arm_of, data)
-        found = []
-        for axes in points(section["grid"][method]):
-            tuned = {**base, **axes, "rate": base.get("rate", 1.0) * axes.get("rate", 1.0)}
-            changes = {n: section[n] for n in ("validation", "evals", "model")}
-            found.append((axes, self._config(method, data, epsilon, seed, tuned, changes)))
-        return found
+        return [(axes, self._trial(section, method, data, epsilon, seed, base, axes))
+                for axes in points(section["grid"][method])]
+
+    def _trial(self, section: dict, method: str, data: str, epsilon: float, seed: int, base: dict, axes: dict,
+               ) -> RunConfig:
+        tuned = {**base, **axes, "rate": base.get("rate", 1.0) * axes.get("rate", 1.0)}
+        changes = {n: section[n] for n in ("validation", "evals", "model")}
+        return self._config(method, data, epsilon, seed, tuned, changes)
+
+    def repeats(
+        self, method: str, data: str, epsilon: float, search: str = "tuning"
+    ) -> list[tuple[dict[str, Any], list[RunConfig]]]:
+        """The second round: the best settings of the first one (`settings["finalists"]`), once more with other seeds.
+
+        A setting that was best with one seed may be lucky, or on the brink of instability.
+        """
+        section, arm_of = self.settings[search], METHODS[method].arm_of
+        base = self.tuned(arm_of, data) if arm_of else {}
+        finalists = self.settings["finalists"].get(method, {}).get(place(data, section["model"]), [])
+        return [(axes, [self._trial(section, method, data, epsilon, seed, base, axes)
+                        for seed in section["repeat"]["seeds"]]) for axes in finalists]
 
     def all_configs(self) -> list[RunConfig]:
         """Every run of the profile, each once."""
@@ -262,39 +285,3 @@ class Profile:
         """How long a run is expected to take on the profile's device."""
         order = "second_order" if "dp-ngd" in (config.method, METHODS[config.method].arm_of) else "first_order"
         return config.T * pick(self.settings["cost"][order], config.data, config.epsilon, order, config.method)
-
-
-def place(data: str, model: str | None = None) -> str:
-    """Where the winners of a search stand: under the data set, or under it and the network."""
-    return f"{data}/{model}" if model else data
-
-
-def blocks(grid: dict[str, list] | list[dict[str, list]]) -> list[dict[str, list]]:
-    """A grid as its blocks: one table of axes, or several, where one number of steps is searched more widely."""
-    found = grid if isinstance(grid, list) else [grid]
-    if not all(isinstance(block, dict) and all(isinstance(v, list) and v for v in block.values()) for block in found):
-        raise UsageError(f"grid {grid!r}: must be a table of axis: [values], or a list of such tables")
-    return found
-
-
-def points(grid: dict[str, list] | list[dict[str, list]]) -> list[dict[str, Any]]:
-    """All combinations of each block of a grid, as what each sets; one that two blocks have counts once."""
-    found: list[dict[str, Any]] = []
-    for block in blocks(grid):
-        for values in itertools.product(*block.values()):
-            point: dict[str, Any] = {}
-            for axis, value in zip(block, values, strict=True):
-                point |= joint(axis, value)
-            if point not in found:
-                found.append(point)
-    return found
-
-
-def joint(name: str, value: Any) -> dict[str, Any]:
-    """The changes that one value of an axis stands for; an axis like C0+C1 sets several fields together."""
-    parts = name.split("+")
-    if len(parts) == 1:
-        return {name: value}
-    if not isinstance(value, list) or len(value) != len(parts):
-        raise UsageError(f"{name}: {value!r} must be a list of {len(parts)} values")
-    return dict(zip(parts, value, strict=True))

@@ -33,20 +33,27 @@ def over_each(fields: Sequence[str], rival: str) -> Rule:
 def best_trial_ahead(rival: str) -> Rule:
     """Accuracy of DP-NGD's best trial less that of the rival's, on the validation part: one difference a data set.
 
-    Data sets on which one of the two searches is not complete are left out: its best is not known."""
+    Trials are those of round one. Data sets on which one of the two grids is not complete are left out: its best is not
+    known."""
     def rule(runs: Runs) -> Decision:
-        leads, trials = {}, set()
+        runs = round_one(runs)
+        best, trials = {}, set()
         for data, epsilon in runs.cells():
             ours, theirs = (runs.where(data=data, epsilon=epsilon, method=m) for m in ("dp-ngd", rival))
             if not ours.missing and not theirs.missing and ours.accuracies() and theirs.accuracies():
-                leads[name((data, epsilon))] = max(ours.accuracies()) - max(theirs.accuracies())
+                best[name((data, epsilon))] = max(ours.accuracies()) - max(theirs.accuracies())
                 trials |= {len(ours), len(theirs)}
-        verdict = stats.greater(stats.mean(list(leads.values()), "difference over data sets"))
-        if not leads:
+        verdict = stats.greater(stats.mean(list(best.values()), "difference over data sets"))
+        if not best:
             return Decision(verdict, stats.NOT_RUN, 0)
-        said = "; ".join(f"{cell} {lead:+.2f} points" for cell, lead in leads.items())
-        return Decision(verdict, f"{said} (best of {' or '.join(map(str, sorted(trials)))} trials)", len(leads))
+        said = "; ".join(f"{cell} {lead:+.2f} points" for cell, lead in best.items())
+        return Decision(verdict, f"{said} (best of {' or '.join(map(str, sorted(trials)))} trials)", len(best))
     return rule
+
+
+def round_one(runs: Runs) -> Runs:
+    """The trials of a grid, without the repeats of its best ones: all have the search's first seed."""
+    return runs.where(seed=min(runs.values("seed"), default=None))
 
 
 def alike(methods: Sequence[str], bound: float) -> Rule:
@@ -95,6 +102,19 @@ def lead_fades(runs: Runs) -> Decision:
             stats.NOTHING
         parts.append((f"{name(cell)} T={early} against {late}", stats.greater(fading)))
     return together(parts)
+
+
+def ahead_at_half_rate(rival: str) -> Rule:
+    """DP-NGD at the smallest rate that was run above the rival at whichever of its rates is best."""
+    def rule(runs: Runs) -> Decision:
+        parts = []
+        for cell in runs.cells():
+            here = runs.where(data=cell[0], epsilon=cell[1])
+            half = {**NGD, "eta": here.where(**NGD).values("eta")[0]}
+            best = here.best({"method": rival, "eta": eta} for eta in here.where(method=rival).values("eta"))
+            parts.append((name(cell), above(here, half, best)))
+        return together(parts)
+    return rule
 
 
 def more_images_pay(runs: Runs) -> Decision:

@@ -35,7 +35,7 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
     "03_public_sample_efficiency": ("sample_efficiency", "pretraining", "sources"),
     "04_ablations": ("ablation_decoupling", "ablation_clipping", "ablation_floor", "ablation_ours"),
     "05_wallclock_overhead": ("overhead",),
-    "06_hyperparameter_robustness": ("robustness", "tuning", "tuning_networks"),
+    "06_hyperparameter_robustness": ("robustness", "rates", "tuning", "tuning_networks"),
 }
 """The notebooks, and the artifacts of the profile that each shows."""
 

@@ -8,8 +8,9 @@ import pandas as pd
 
 from dpngd import tuning as tuned
 from dpngd.config import METHODS
+from dpngd.grid import place
 from dpngd.params import published
-from dpngd.profiles import Profile, place
+from dpngd.profiles import Profile
 from dpngd.rules import steps_to_peak
 from dpngd.runs import NOT_STEPS, Runs, seconds_a_step, step_phases
 
@@ -131,22 +132,36 @@ def tuning(runs: Runs, profile: Profile, name: str = "tuning") -> tuple[pd.DataF
                           "evaluated_on": r["evaluated_on"]} for c, r in runs.each()])
     rows = []
     for method in runs.methods():
-        for cell in runs.cells():
-            here = runs.where(method=method, data=cell[0], epsilon=cell[1])
-            best = tuned.best(here)
-            if best is not None:
-                accuracy = here.found[best.key()]["accuracy"]
-                own = {n: getattr(best, n) for n in OWN}
-                rows.append({"method": METHODS[method].label, "data": cell[0], "network": best.model,
-                             "ε": f"{cell[1]:g}", "trials": len(here), "best η": f"{best.eta:g}", "T": best.T,
-                             "its own": ", ".join(f"{n}={v:g}" for n, v in own.items() if v is not None) or "none",
-                             "validation accuracy": f"{100 * accuracy:.1f}",
-                             "at the edge of its grid": at_edge(profile, method, place(cell[0], searched))})
+        for d, epsilon in runs.cells():
+            won = profile.settings["tuned"].get(method, {}).get(place(d, searched))
+            if won is None:
+                continue
+            first = profile.trials(method, d, epsilon, profile.settings[name]["seeds"][0], name)
+            repeats = profile.repeats(method, d, epsilon, name)
+            best = [c for axes, c in first if axes == won] + [c for axes, cs in repeats if axes == won for c in cs]
+            own = {n: getattr(best[0], n) for n in OWN}
+            edges = tuned.edges(profile, method, place(d, searched))
+            rows.append({"method": METHODS[method].label, "data": d, "network": best[0].model, "ε": f"{epsilon:g}",
+                         "trials": len(first), "repeats": sum(len(cs) for _, cs in repeats),
+                         "best η": f"{best[0].eta:g}", "T": best[0].T,
+                         "its own": ", ".join(f"{n}={v:g}" for n, v in own.items() if v is not None) or "none",
+                         "validation accuracy": Runs(best, runs.found).mean().text(1),
+                         "at the edge of its grid": ", ".join(edges) or "no"})
     return pd.DataFrame(rows), name, "The grid search: the same number of trials for every method", data
 
 
-def at_edge(profile: Profile, method: str, where: str) -> str:
-    """The axes on which the winner lies at the edge, in words; none is known of a search that is not complete."""
-    if where not in profile.settings["tuned"].get(method, {}):
-        return "search not complete"
-    return ", ".join(tuned.edges(profile, method, where)) or "no"
+def finalists(runs: Runs, profile: Profile, name: str = "tuning") -> pd.DataFrame | None:
+    """Each setting that was repeated, seed by seed; None where the profile repeats none."""
+    section, rows = profile.settings[name], []
+    for method in runs.methods():
+        for d, epsilon in runs.cells():
+            first = profile.trials(method, d, epsilon, section["seeds"][0], name)
+            for axes, repeats in profile.repeats(method, d, epsilon, name):
+                here = Runs([c for a, c in first if a == axes] + repeats, runs.found)
+                by_seed = here.by_seed()
+                won = axes == profile.settings["tuned"].get(method, {}).get(place(d, section["model"]))
+                rows.append({"method": METHODS[method].label, "data": d,
+                             "setting": ", ".join(f"{n}={v:g}" for n, v in axes.items()),
+                             **{f"seed {s}": f"{by_seed[s]:.1f}" if s in by_seed else "-" for s in here.values("seed")},
+                             "mean": f"{here.mean().mean:.2f}", "won": "won" if won else ""})
+    return pd.DataFrame(rows) if any(section["repeat"]["seeds"]) and rows else None

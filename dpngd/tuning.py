@@ -4,29 +4,27 @@
     python -m dpngd.tuning cpu --show    # what won so far, and which winners lie at the edge of their grid
 
 The trials are on a validation part of the private training set, with seeds that no other run has: the test set chooses
-nothing. The winner has the highest accuracy there; of equals, the one with the smaller rate. First every method of the
-comparison, each with the same number of trials; then the arms of DP-NGD, which start from what won for DP-NGD.
+nothing. Round one is the grid, with one seed. Its best settings (tuned/<profile>-finalists.yaml) are repeated with
+other seeds, and the one with the highest mean accuracy wins: one seed alone would choose what was lucky, or is stable
+by a hair. Of equals, the smaller rate. First every method of the comparison, each with the same number of trials; then
+the arms of DP-NGD, which start from what won for DP-NGD.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
 
 from dpngd import params, profiles, sweep
-from dpngd.config import METHODS, RunConfig
+from dpngd.config import METHODS
 from dpngd.errors import Parser, UsageError, exit_code
-from dpngd.runs import Runs
+from dpngd.grid import blocks, place, points
 from dpngd.store import Store, write_atomically
 
-
-def best(runs: Runs) -> RunConfig | None:
-    """The run with the highest accuracy, the smaller rate of equals; None where none ended well."""
-    scored = [(r["accuracy"], -c.eta, i, c) for i, (c, r) in enumerate(runs.each()) if r["accuracy"] is not None]
-    return max(scored)[-1] if scored else None
+Chosen = dict[str, dict[str, Any]]
 
 
 def expected_best(accuracies: Sequence[float], k: int) -> float:
@@ -35,20 +33,51 @@ def expected_best(accuracies: Sequence[float], k: int) -> float:
     return sum(v * math.comb(i, k - 1) for i, v in enumerate(ranked)) / math.comb(len(ranked), k)
 
 
-def winners(profile: profiles.Profile, store: Store) -> dict[str, dict[str, dict[str, Any]]]:
-    """Method -> data set (or data set/network) -> what its best trial set. A search with trials missing has none."""
-    found: dict[str, dict] = {}
+def searched(profile: profiles.Profile) -> Iterator[tuple[str, str, str, float, int]]:
+    """(search, method, data set, epsilon, seed) of every grid of the profile."""
     for search in profiles.SEARCHES:
         section = profile.settings[search]
         if len(section["seeds"]) != 1 or any(len(row) != 1 for row in section["cells"].values()):
             raise UsageError(f"{profile.name}: {search} takes one epsilon a data set, and one seed")
         for method in section["grid"]:
             for data, (epsilon,) in section["cells"].items():
-                trials = profile.trials(method, data, epsilon, section["seeds"][0], search)
-                runs = Runs.of([config for _, config in trials], (store.get(config) for _, config in trials))
-                if trials and not runs.missing and (won := best(runs)) is not None:
-                    chosen = next(axes for axes, config in trials if config == won)
-                    found.setdefault(method, {})[profiles.place(data, section["model"])] = chosen
+                yield search, method, data, epsilon, section["seeds"][0]
+
+
+def finalists(profile: profiles.Profile, store: Store) -> Chosen:
+    """Method -> data set (or data set/network) -> the best settings of round one, of a grid that is complete."""
+    found: Chosen = {}
+    for search, method, data, epsilon, seed in searched(profile):
+        trials = [(axes, c, store.get(c)) for axes, c in profile.trials(method, data, epsilon, seed, search)]
+        if trials and all(record for *_, record in trials):
+            ended = [(record["accuracy"], -c.eta, -i, axes) for i, (axes, c, record) in enumerate(trials)
+                     if record["accuracy"] is not None]
+            best = [axes for *_, axes in sorted(ended, key=lambda t: t[:3], reverse=True)]
+            section = profile.settings[search]
+            if best:
+                found.setdefault(method, {})[place(data, section["model"])] = best[: section["repeat"]["best"]]
+    return found
+
+
+def winners(profile: profiles.Profile, store: Store) -> Chosen:
+    """Method -> data set (or data set/network) -> of the finalists, the setting with the highest mean accuracy over all
+    seeds. One that diverged with some seed does not win; a search with repeats missing has no winner."""
+    found: Chosen = {}
+    for search, method, data, epsilon, seed in searched(profile):
+        first = profile.trials(method, data, epsilon, seed, search)
+        scored = []
+        for i, (axes, repeats) in enumerate(profile.repeats(method, data, epsilon, search)):
+            configs = [c for a, c in first if a == axes] + repeats
+            records = [store.get(c) for c in configs]
+            if not configs or None in records:
+                scored = []
+                break
+            accuracies = [r["accuracy"] for r in records]
+            if None not in accuracies:
+                scored.append((sum(accuracies) / len(accuracies), -configs[0].eta, -i, axes))
+        if scored:
+            section = profile.settings[search]
+            found.setdefault(method, {})[place(data, section["model"])] = max(scored, key=lambda t: t[:3])[-1]
     return found
 
 
@@ -58,33 +87,37 @@ def edges(profile: profiles.Profile, method: str, where: str) -> list[str]:
     won, model = profile.settings["tuned"][method][where], where.partition("/")[2] or None
     grid = next(profile.settings[s]["grid"] for s in profiles.SEARCHES if profile.settings[s]["model"] == model)[method]
     found = []
-    for axis in dict.fromkeys(axis for block in profiles.blocks(grid) for axis in block):
+    for axis in dict.fromkeys(axis for block in blocks(grid) for axis in block):
         parts = axis.split("+")
         others = {n: v for n, v in won.items() if n not in parts}
-        line = [point for point in profiles.points(grid) if others.items() <= point.items()]
+        line = [point for point in points(grid) if others.items() <= point.items()]
         if len(line) >= 3 and won in (line[0], line[-1]):
             found.append(axis)
     return found
 
 
-def write(profile: str, store: Store) -> dict[str, Any]:
-    """Write params/tuned/<profile>.yaml; nothing where no search is complete."""
-    found = winners(profiles.load(profile), store)
-    if found:
-        head = f"# Written by `python -m dpngd.tuning {profile}`: the trials that won. rate and T are factors.\n"
-        write_atomically(params.PARAMS / "tuned" / f"{profile}.yaml",
-                         head + yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=100))
+def write(profile: str, store: Store) -> Chosen:
+    """Write params/tuned/<profile>-finalists.yaml and <profile>.yaml; nothing where no search is complete."""
+    for choose, name, what in ((finalists, f"{profile}-finalists", "the best trials of round one, best first"),
+                               (winners, profile, "the trials that won")):
+        found = choose(profiles.load(profile), store)
+        path = params.PARAMS / "tuned" / f"{name}.yaml"
+        if found or path.exists():
+            head = f"# Written by `python -m dpngd.tuning {profile}`: {what}. rate and T are factors.\n"
+            write_atomically(path, head + yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=100))
     return found
 
 
-def search(profile: str, store: Store, jobs: int = 2) -> dict[str, Any]:
-    """All trials, in two rounds: the methods, then the arms from what won for their method."""
-    for _ in range(2):
+def search(profile: str, store: Store, jobs: int = 2) -> Chosen:
+    """All trials, round by round: the methods, their finalists, then the arms from what won for their method."""
+    while True:
+        before = params.finalists(profile), params.winners(profile)
         loaded = profiles.load(profile)
         trials = [c for s in profiles.SEARCHES if s in loaded.artifacts for c in loaded.configs(s)]
         sweep.ensure(trials, store=store, jobs=jobs)
         found = write(profile, store)
-    return found
+        if (params.finalists(profile), params.winners(profile)) == before:
+            return found
 
 
 def main(argv: list[str] | None = None) -> int:

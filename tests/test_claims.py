@@ -306,6 +306,21 @@ def test_robustness_varies_one_field_at_a_time():
     assert word("too-rare", runs_of(configs, lambda c: 60 + 3 * (c.T_cur == 32) + wobble(c))) == "not reproduced"
 
 
+@pytest.mark.parametrize(("lead", "verdict"), [(3.0, "reproduced"), (-3.0, "not reproduced")])
+def test_half_the_rate_is_compared_with_the_rivals_best(lead, verdict):
+    configs = artifact("rates")
+    half = {m: min(c.eta for c in configs if c.method == m) for m in ("dp-sgd", "dp-ngd")}
+
+    def accuracy(c):
+        if c.method == "dp-ngd":
+            return (70 + lead if c.eta == half["dp-ngd"] else 40) + wobble(c)
+        return (50 if c.eta == half["dp-sgd"] else 70) + wobble(c)
+
+    row = claims.decide(BY_ID["half-rate"], {"rates": runs_of(configs, accuracy)})
+    assert row["verdict"] == verdict
+    assert row["mean"] == pytest.approx(lead, abs=0.2)
+
+
 @pytest.mark.parametrize(("cost", "verdict"), [(3.0, "reproduced"), (-3.0, "not reproduced")])
 def test_curvature_that_is_hardly_ever_estimated(cost, verdict):
     def accuracy(c):

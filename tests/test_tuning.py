@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from dpngd import params, tuning
+from dpngd import params, tables, tuning
 from dpngd.errors import UsageError
 from dpngd.profiles import load, profile_names
 from dpngd.runs import Runs
@@ -14,12 +14,14 @@ GRID = """
 tuning:
   cells: {cifar10: [2]}
   seeds: [77]
+  repeat: {best: 1, seeds: []}
   arms: {dp-ngd-pre: [cifar10]}
   grid:
     dp-sgd: {rate: [0.5, 1.0, 2.0], T: [0.5, 1.0]}
     gep: {rate: [1.0, 2.0, 4.0], C0+C1: [[1.0, 2.0], [3.0, 4.0]]}
     dp-ngd: {rate: [0.5, 1.0, 2.0], lambda_safe: [0.04, 0.09]}
     dp-ngd-pre: {rate: [0.5, 1.0]}
+tuning_networks: {repeat: {best: 1, seeds: []}}
 """
 
 
@@ -35,7 +37,7 @@ def mine(tmp_path, monkeypatch):
 def fill(store, accuracy):
     for config in load("mine").configs("tuning"):
         if store.get(config) is None:
-            store.put(config, {"accuracy": accuracy(config), "status": "ok"})
+            store.put(config, {"accuracy": accuracy(config), "status": "ok", "evaluated_on": "validation"})
 
 
 def test_the_best_trial_wins_and_every_other_run_uses_it(mine):
@@ -120,6 +122,80 @@ def test_a_grid_of_no_axes_is_named(mine, grid):
         load("mine")
 
 
+REPEATED = GRID.replace("repeat: {best: 1, seeds: []}\n  arms", "repeat: {best: 2, seeds: [78, 79]}\n  arms")
+
+
+def test_the_best_of_one_seed_must_be_best_with_more(mine):
+    """A setting that is ahead with the first seed and collapses with another one does not win."""
+    (params.PARAMS / "mine.yaml").write_text(REPEATED)
+    sgd = {1.0: {77: 0.50, 78: 0.48, 79: 0.49}, 2.0: {77: 0.60, 78: 0.60, 79: 0.10}, 4.0: {77: 0.40}}
+
+    def accuracy(c):
+        return sgd[c.eta][c.seed] if (c.method, c.T) == ("dp-sgd", 1320) else 0.2 + c.eta / 100
+
+    fill(mine, accuracy)
+    assert "dp-sgd" not in tuning.write("mine", mine), "its repeats are missing"
+    assert params.finalists("mine")["dp-sgd"] == {"cifar10": [{"rate": 1.0, "T": 1.0}, {"rate": 0.5, "T": 1.0}]}
+    repeats = [c for c in load("mine").configs("tuning") if c.method == "dp-sgd" and c.seed != 77]
+    assert sorted((c.eta, c.seed) for c in repeats) == [(1.0, 78), (1.0, 79), (2.0, 78), (2.0, 79)]
+    assert all(c.validation == 0.1 for c in repeats)
+    fill(mine, accuracy)
+    assert tuning.write("mine", mine)["dp-sgd"] == {"cifar10": {"rate": 0.5, "T": 1.0}}
+
+
+def test_a_setting_that_diverged_with_some_seed_does_not_win(mine):
+    (params.PARAMS / "mine.yaml").write_text(REPEATED)
+    fill(mine, lambda c: 0.5 + c.eta / 100)
+    tuning.write("mine", mine)
+    assert params.finalists("mine")["dp-sgd"]["cifar10"] == [{"rate": 2.0, "T": 0.5}, {"rate": 2.0, "T": 1.0}]
+    fill(mine, lambda c: None if (c.method, c.T, c.seed) == ("dp-sgd", 660, 79) else 0.3)
+    assert tuning.write("mine", mine)["dp-sgd"]["cifar10"] == {"rate": 2.0, "T": 1.0}
+
+
+def test_repeats_have_seeds_of_their_own(mine):
+    (params.PARAMS / "mine.yaml").write_text(REPEATED.replace("[78, 79]", "[2]"))
+    with pytest.raises(UsageError, match="seed 2 is used for tuning and for results"):
+        load("mine")
+
+
+def test_the_search_goes_on_until_nothing_changes(mine, monkeypatch):
+    (params.PARAMS / "mine.yaml").write_text(REPEATED)
+    rounds = []
+
+    def ensure(configs, store, jobs):
+        rounds.append(len(configs))
+        for config in configs:
+            store.put(config, {"accuracy": 0.5 + config.eta / 1000, "status": "ok"})
+
+    monkeypatch.setattr(tuning.sweep, "ensure", ensure)
+    found = tuning.search("mine", mine)
+    assert set(found) == {"dp-sgd", "gep", "dp-ngd", "dp-ngd-pre"}
+    new = [after - before for before, after in itertools.pairwise([0, *rounds])]
+    assert new == [30, 12, 2, 4, 0], "the methods, their repeats, the arm, its repeats, nothing more"
+    assert tuning.winners(load("mine"), mine) == found
+
+
+def test_the_tables_show_trials_repeats_winners_and_edges(mine):
+    (params.PARAMS / "mine.yaml").write_text(REPEATED)
+    for _ in range(2):
+        fill(mine, lambda c: 0.5 + c.eta / 1000 + (c.seed == 79) / 100)
+        tuning.write("mine", mine)
+    profile = load("mine")
+    configs = profile.configs("tuning")
+    runs = Runs.of(configs, map(mine.get, configs))
+    shown, name, _, every = tables.tuning(runs, profile)
+    assert (name, len(every)) == ("tuning", len(runs))
+    sgd = shown.set_index("method").loc["DP-SGD"]
+    assert (sgd["trials"], sgd["repeats"], sgd["best η"], sgd["at the edge of its grid"]) == (6, 4, "4", "rate")
+    assert sgd["validation accuracy"].startswith("50.7 [")
+    finalists = tables.finalists(runs, profile)
+    rows = finalists[finalists["method"] == "DP-SGD"]
+    assert list(rows["won"]) == ["won", ""]
+    assert list(rows["seed 79"]) == ["51.4", "51.4"]
+    (params.PARAMS / "mine.yaml").write_text(GRID)
+    assert tables.finalists(runs, load("mine")) is None, "nothing is repeated"
+
+
 def test_equals_and_runs_that_ended_badly(mine):
     fill(mine, lambda c: None if c.eta <= 1.0 and c.method == "dp-sgd" else 0.5)
     found = tuning.write("mine", mine)
@@ -147,15 +223,12 @@ def test_a_mistake_in_the_file_of_winners(mine):
 
 @pytest.mark.parametrize("name", profile_names())
 def test_shipped_winners_are_those_of_the_shipped_trials(name):
-    """Nothing is typed by hand: the file of winners follows from results/<profile>.jsonl."""
+    """Nothing is typed by hand: the files of finalists and winners follow from results/<profile>.jsonl."""
     store = Store(name)
     if not store.shipped_path.exists():
         pytest.skip(f"{name} ships no results: its trials are run live")
+    assert tuning.finalists(load(name), store) == params.finalists(name)
     assert tuning.winners(load(name), store) == params.winners(name)
-
-
-def test_the_best_of_no_runs():
-    assert tuning.best(Runs([], {})) is None
 
 
 def test_the_expected_best_of_k_trials():
