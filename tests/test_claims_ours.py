@@ -1,0 +1,121 @@
+"""Every question of ours can come out each way, on made-up runs with known answers."""
+
+import pytest
+from claim_runs import BY_ID, ORDER, QUICK, SEEDS, artifact, table, wobble, word
+from suite_records import runs_of
+
+from dpngd import claims, profiles
+
+
+@pytest.mark.parametrize(("peak", "verdict"), [(2.0, "reproduced"), (-2.0, "not reproduced")])
+def test_own_budget_compares_peaks_wherever_they_lie(peak, verdict):
+    """DP-NGD is best with 20 steps, the baselines with 40: at no common budget are those two compared."""
+    def accuracy(c):
+        best = 20 if c.method == "dp-ngd" else 40
+        return 60 - abs(c.T - best) / 2 + (peak if c.method == "dp-ngd" else 0) + wobble(c)
+
+    runs = runs_of(artifact("convergence"), accuracy)
+    row = claims.decide(BY_ID["own-budget"], {"convergence": runs})
+    assert row["verdict"] == verdict
+    assert "20 steps against 40 of" in row["ours"]
+
+
+@pytest.mark.parametrize(("late", "verdict"), [(1.0, "reproduced"), (9.0, "not reproduced")])
+def test_the_lead_fades_or_does_not(late, verdict):
+    lead = {10: 20.0, 20: 5.0, 40: late}  # of quick's budgets, the second and the last are compared
+    assert word("lead-fades", runs_of(artifact("convergence"), lambda c: 50 + wobble(c) + (
+        lead[c.T] if c.method == "dp-ngd" else 0))) == verdict
+
+
+@pytest.mark.parametrize(("gain", "verdict"), [(3.0, "reproduced"), (-3.0, "not reproduced")])
+def test_longer_pretraining_takes_the_best_steps_of_each_size(gain, verdict):
+    def accuracy(c):
+        best = {50: 30, 5000: 300}[c.public_size]
+        return 60 + (gain if c.public_size == 5000 else 0) - 8 * (c.pt_steps != best) + 0.1 * c.seed * (c.pt_steps > 50)
+
+    runs = runs_of(profiles.load("cpu").configs("pretraining", seeds=SEEDS), accuracy)
+    row = claims.decide(BY_ID["longer-pretraining"], {"pretraining": runs})
+    assert row["verdict"] == verdict
+    assert "5000 images, 300 steps, over 50, 30" in row["ours"]
+
+
+def test_any_source_compares_with_dp_sgd():
+    gain = {"photos": 3, "noise": 2, "dead-leaves": 2}
+    good = runs_of(artifact("sources"), lambda c: 60 + gain.get(c.public, 0) * (c.method == "dp-ngd") + wobble(c))
+    assert word("any-source", good) == "reproduced"
+    assert word("any-source", runs_of(artifact("sources"), lambda c: 60 - 5 * (c.public is not None) + wobble(c))) \
+        == "not reproduced"
+
+
+@pytest.mark.parametrize(("gain", "verdict"), [(3.0, "reproduced"), (-3.0, "not reproduced")])
+def test_other_networks(gain, verdict):
+    runs = runs_of(artifact("networks"), lambda c: 60 + gain * (c.method == "dp-ngd") + wobble(c))
+    assert word("other-networks", runs) == verdict
+    assert "model=small, K=1" in claims.decide(BY_ID["other-networks"], {"networks": runs})["ours"]
+
+
+@pytest.mark.parametrize(("gain", "verdict"), [(3.0, "direction only"), (-3.0, "not reproduced")])
+def test_equal_trials(gain, verdict):
+    """One data set gives one difference, and so a direction; the best trials are compared, not the means."""
+    trials = QUICK.configs("tuning")
+    last = {c.method: c.key() for c in trials}
+    runs = runs_of(trials, lambda c: 50 + (20 + gain * (c.method == "dp-ngd")) * (c.key() == last[c.method]))
+    row = claims.decide(BY_ID["equal-trials"], {"tuning": runs})
+    assert row["verdict"] == verdict
+    count = len([c for c in trials if c.method == "dp-sgd"])
+    assert row["ours"] == f"digits ε=4 {gain:+.2f} points (best of {count} trials)"
+
+
+def test_a_search_that_is_not_complete_has_no_best_trial():
+    trials = QUICK.configs("tuning")
+    last = [c for c in trials if c.method == "dp-sgd"][-1]
+    values = {c.key(): 50.0 for c in trials if c != last}
+    row = claims.decide(BY_ID["equal-trials"], {"tuning": runs_of(trials, lambda c: values[c.key()])})
+    assert (row["verdict"], row["ours"]) == ("not run", "not run")
+
+
+def test_equal_trials_on_three_data_sets():
+    trials = profiles.load("cpu").configs("tuning")
+    lead = {"cifar10": 3.0, "svhn": 4.0, "utkface": 3.5}
+    assert word("equal-trials", runs_of(trials, lambda c: 50 + lead[c.data] * (c.method == "dp-ngd"))) == "reproduced"
+
+
+def test_the_clamped_share_of_a_run():
+    runs = runs_of(artifact("ablation_floor"), table(ORDER))
+    row = claims.decide(BY_ID["clamped-share"], {"ablation_floor": runs})
+    assert row["verdict"] == "reproduced"
+    assert "90.0% of the eigenvalues at the first look, 80.0% at the fewest, 80.0% at the last" in row["ours"]
+    for r in runs.where(method="dp-ngd").records:
+        r["diagnostics"]["along"][1]["clamped_share"] = 0.4
+    assert word("clamped-share", runs) == "not reproduced"
+
+
+def test_answers_are_sentences():
+    for claim in claims.CLAIMS:
+        if claim.question:
+            assert claim.question.endswith("?")
+            said = claims.answer(claims.decide(claim, {}))
+            assert said == f"{claim.sentence} Not run yet."
+
+
+@pytest.mark.parametrize(("lead", "verdict"), [(3.0, "reproduced"), (-3.0, "not reproduced")])
+def test_half_the_rate_is_compared_with_the_rivals_best(lead, verdict):
+    configs = artifact("rates")
+    half = {m: min(c.eta for c in configs if c.method == m) for m in ("dp-sgd", "dp-ngd")}
+
+    def accuracy(c):
+        if c.method == "dp-ngd":
+            return (70 + lead if c.eta == half["dp-ngd"] else 40) + wobble(c)
+        return (50 if c.eta == half["dp-sgd"] else 70) + wobble(c)
+
+    row = claims.decide(BY_ID["half-rate"], {"rates": runs_of(configs, accuracy)})
+    assert row["verdict"] == verdict
+    assert row["mean"] == pytest.approx(lead, abs=0.2)
+
+
+@pytest.mark.parametrize(("cost", "verdict"), [(3.0, "reproduced"), (-3.0, "not reproduced")])
+def test_curvature_that_is_hardly_ever_estimated(cost, verdict):
+    def accuracy(c):
+        return 70 - (cost if c.T_cur == 32 else 0) + 0.1 * ((c.seed + c.T_cur) % 3)
+
+    assert word("once-only", runs_of(artifact("robustness"), accuracy)) == verdict

@@ -1,0 +1,168 @@
+"""Models and losses without per-sample gradients are refused, in one line that says what to do."""
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from gradient_checks import CLASSES, check_everything, sample, seeded
+from torch import nn
+
+from dpngd.errors import UsageError
+from dpngd.gradients import PerSample
+
+
+class Scaled(nn.Module):
+    """A bare parameter of a module's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.fc = nn.Parameter(torch.ones(4)), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.fc(self.gain * x)
+
+
+def shared_weight():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second)
+
+
+def bias_only():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, CLASSES))
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(("build", "says"), [
+    (lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)), ["'1'", "BatchNorm2d", "mixes the samples",
+                                                                    "GroupNorm"]),
+    (lambda: nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3)), ["'0'", "BatchNorm1d", "mixes"]),
+    (lambda: nn.Sequential(nn.SyncBatchNorm(4), nn.Linear(4, 3)), ["SyncBatchNorm", "mixes"]),
+    (lambda: nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3)), ["'0'", "Embedding", "not covered", "requires_grad_"]),
+    (Scaled, ["Scaled", "not covered", "requires_grad_(False)"]),
+    (lambda: nn.Sequential(nn.Conv1d(4, 4, 1)), ["Conv1d", "not covered"]),
+    (shared_weight, ["2.weight", "shared with layer '0'"]),
+    (bias_only, ["'0'", "frozen weight and a trainable bias"]),
+    (lambda: nn.Sequential(nn.Linear(4, 3)).requires_grad_(False), ["no trainable parameters"]),
+])
+def test_models_that_are_refused(build, says):
+    with pytest.raises(UsageError) as refusal:
+        PerSample(build())
+    message = str(refusal.value)
+    assert all(words in message for words in says), message
+    assert "\n" not in message
+
+
+def test_a_frozen_layer_of_an_uncovered_kind_is_fine():
+    model = seeded(Scaled)
+    model.gain.requires_grad_(False)
+    x, y = sample((4,), 3, 1, torch.float32)
+    check_everything(PerSample(model)(x, y), *reference.per_sample(model, x, y), tolerance=1e-5)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(torch.tanh(self.body(x)))))
+
+
+class Tied(Twice):
+    """The weight of `body` is used again outside its module: no hook sees that."""
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        return self.head(torch.tanh(F.linear(h, self.body.weight.t())))
+
+
+class Centred(Twice):
+    """What mixes the samples has no parameters."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, x):
+        return self.head(self.mix(torch.tanh(self.body(x))))
+
+
+class InPlace(Twice):
+    """What `body` was given is changed after it."""
+
+    def forward(self, x):
+        h = torch.tanh(x)
+        z = self.body(h)
+        h.mul_(2)
+        return self.head(z + h)
+
+
+MIXES = {
+    "mean": lambda h: h - h.mean(0),
+    "first": lambda h: h - h[:1],
+    "last": lambda h: h + h[-1:],
+    "running": lambda h: h.cumsum(0),
+}
+
+
+@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize(("build", "says"), [
+    (Twice, ["'body'", "called twice", "layer of its own"]),
+    (Tied, ["'body.weight'", "do not add up to autograd's", "tying"]),
+    *[(lambda mix=mix: Centred(mix), ["mixes samples", "other samples of the batch"]) for mix in MIXES.values()],
+    (InPlace, ["'body'", "changed in place", "inplace=False"]),
+], ids=["called twice", "tied", *MIXES, "in place"])
+def test_models_that_the_first_micro_batch_finds_out(build, says, K):
+    x, y = sample((4,), 4, K, torch.float32)
+    with pytest.raises(UsageError) as refusal:
+        PerSample(seeded(build), K=K)(x, y)
+    message = str(refusal.value)
+    assert all(words in message for words in says), message
+    assert "\n" not in message
+
+
+def test_mixing_is_found_whatever_comes_first():
+    """A row alone is given company; rows that are not finite show nothing, so the next micro-batch is checked."""
+    x, y = sample((4,), 4, 1, torch.float32)
+    mixing = seeded(lambda: Centred(MIXES["mean"]))
+    with pytest.raises(UsageError, match="mixes samples"):
+        PerSample(mixing)(x[:1], y[:1])
+    persample = PerSample(mixing)
+    persample(torch.full((4, 4), torch.nan), y)
+    with pytest.raises(UsageError, match="mixes samples"):
+        persample(x, y)
+
+
+def test_a_loss_that_compares_rows_is_refused():
+    x, y = sample((4,), 4, 1, torch.float32)
+
+    def contrast(output, y):
+        losses = F.cross_entropy(output, y, reduction="none")
+        return losses - 0.5 * losses.mean()
+
+    with pytest.raises(UsageError, match="mixes samples"):
+        PerSample(seeded(lambda: nn.Linear(4, CLASSES)), loss=contrast)(x, y)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda output, y: F.cross_entropy(output, y)[None],
+                                  lambda output, y: output])
+def test_a_loss_must_give_a_value_a_row(loss):
+    x, y = sample((4,), 4, 1, torch.float32)
+    for check in (True, False):
+        with pytest.raises(UsageError, match=r"one value a row \(reduction='none'\)"):
+            PerSample(nn.Linear(4, CLASSES), loss=loss, check=check)(x, y)
+
+
+@pytest.mark.parametrize(("rows", "targets", "K"), [(6, 6, 4), (8, 3, 4), (4, 3, 1), (8, 4, 1)])
+def test_rows_that_do_not_make_samples(rows, targets, K):
+    with pytest.raises(UsageError, match=f"{rows} views and {targets} targets do not make samples of K={K}"):
+        PerSample(nn.Linear(4, CLASSES), K=K)(torch.zeros(rows, 4), torch.zeros(targets, dtype=torch.long))
+
+
+def test_targets_may_be_given_for_each_view():
+    model = seeded(lambda: nn.Linear(4, CLASSES))
+    x, y = sample((4,), 3, 4, torch.float32)
+    persample = PerSample(model, K=4)
+    torch.testing.assert_close(persample(x, y.repeat_interleave(4)).materialise(), persample(x, y).materialise())
