@@ -70,7 +70,8 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     for c, times in seconds.items():
         extra = amortised * statistics.median(refresh[c]) if c in refresh else 0.0
         low, median, high = (q + extra for q in quartiles(times))
-        rows[c] = {"median": median, "q1": low, "q3": high, "curvature": extra, "ms_per_sample": 1e3 * median / batch}
+        rows[c] = {"median": median, "q1": low, "q3": high, "curvature": extra, "ms_per_sample": 1e3 * median / batch,
+                   "seconds": [s + extra for s in times]}
         if c in refresh:
             rows[c]["refresh"] = statistics.median(refresh[c])
     if not args.no_memory:

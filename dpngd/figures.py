@@ -6,16 +6,20 @@ paper's too, differences between two methods where the data set is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from dpngd import plots
 from dpngd.params import published
 from dpngd.plots import colour, end_labels, hollow, label, point, settle
+from dpngd.rules_ours import RIVALS, at_half_rate
 from dpngd.runs import Runs
 from dpngd.tables import paper_accuracy
 
 P = published()
+Reference = dict | Callable[[Runs], dict]  # what differences are to: fields of runs, or what finds them in a cell
 SHORT = {"cifar10": "CIFAR-10", "svhn": "SVHN", "utkface": "UTKFace", "digits": "digits"}
 
 
@@ -129,34 +133,36 @@ def _mark_peak(ax, runs: Runs) -> None:
     ax.annotate(said, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=7.5, color=plots.INK)
 
 
-def dots(runs: Runs, groups: list[tuple[str, dict]], note: str = "", reference: dict | None = None,
-         paper: str | None = None) -> Figure:
-    """Rows of means with intervals, a panel a cell; `reference` draws differences to it instead."""
+def dots(runs: Runs, groups: list[tuple[str, dict]], note: str = "", reference: Reference | None = None,
+         paper: str | None = None, above: str = "") -> Figure:
+    """Rows of means with intervals, a panel a cell; `reference` draws differences to it instead, `above` names it."""
     cells = runs.cells()
-    figure, axes = plots.new(len(cells), width=max(6.0, 4.2 * len(cells)), height=1.2 + 0.42 * len(groups),
+    figure, axes = plots.new(len(cells), width=min(13.0, max(6.0, 4.2 * len(cells))), height=1.2 + 0.42 * len(groups),
                              sharey=True)
     for ax, (data, epsilon) in zip(axes, cells, strict=True):
         here, shown, bars = runs.where(data=data, epsilon=epsilon), [], []
+        base = reference(here) if callable(reference) else reference
         for row, (_, fields) in enumerate(groups):
-            e = here.lead(fields, reference) if reference else here.mean(**fields)
+            e = here.lead(fields, base) if base else here.mean(**fields)
             point(ax, row, e, fields["method"], horizontal=True)
             shown.append(e.mean)
             bars.append(e)
             if not e.n and here.diverged(**fields):
                 ax.annotate("diverged", (0.02, row), xycoords=("axes fraction", "data"), fontsize=8, va="center")
             theirs = paper and paper_accuracy(paper, fields["method"], data, epsilon)
-            base = paper and reference and paper_accuracy(paper, reference["method"], data, epsilon)
-            if theirs and base:
-                ax.plot([theirs - base], [row], "o", mfc="white", mec=colour(fields["method"]), zorder=2)
-                shown.append(theirs - base)
-        ax.set_yticks(range(len(groups)), [name for name, _ in groups])
+            zero = paper and base and paper_accuracy(paper, base["method"], data, epsilon)
+            if theirs and zero:
+                ax.plot([theirs - zero], [row], "o", mfc="white", mec=colour(fields["method"]), zorder=2)
+                shown.append(theirs - zero)
+        ax.set_yticks(range(len(groups)), [text for text, _ in groups])
         ax.set_ylim(len(groups) - 0.5, -0.5)
         if found := plots.limits(shown, bars, 0.2, 2.0):
             ax.set_xlim(*found)
-        if reference:
+        if base:
             ax.axvline(0, color=plots.INK, lw=0.8)
-        ax.set_title(title(here, data, epsilon), loc="left")
-        ax.set_xlabel(f"points above {label(reference['method'])}" if reference else "test accuracy, %")
+        short = f"{SHORT.get(data, data)}, ε = {epsilon:g}"
+        ax.set_title(title(here, data, epsilon) if len(cells) <= 3 else short, loc="left")
+        ax.set_xlabel(f"points above {above or label(base['method'])}" if base else "test accuracy, %")
     figure.suptitle("; ".join(x for x in (seeds(runs), note) if x), fontsize=7.5, x=0.99, ha="right")
     return figure
 
@@ -187,3 +193,11 @@ def arms(runs: Runs, artifact: str) -> Figure:
     groups = [(label(m), {"method": m}) for m in runs.methods() if m != "dp-ngd"]
     return dots(runs, groups, reference={"method": "dp-ngd"}, paper=artifact,
                 note="hollow: the paper" if artifact in P and P[artifact]["data"] in runs.values("data") else "")
+
+
+def arms_at_half_rate(runs: Runs) -> Figure:
+    """What has a rate of its own, in points above DP-NGD at half of what was chosen for it."""
+    shared = {(c.data, c.epsilon) for c in runs.configs if c.method in RIVALS}
+    here = Runs([c for c in runs.configs if (c.data, c.epsilon) in shared], runs.found)
+    groups = [(label(m), {"method": m}) for m in here.methods() if m in RIVALS]
+    return dots(here, groups, reference=at_half_rate, above="DP-NGD at half its rate")

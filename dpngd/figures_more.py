@@ -12,6 +12,7 @@ from dpngd.figures import SHORT, seeds, title
 from dpngd.params import published
 from dpngd.plots import colour, end_labels, hollow, label, point, settle
 from dpngd.rules_ours import round_one
+from dpngd.rules_time import side_by_side
 from dpngd.runs import Runs, step_phases
 from dpngd.tuning import expected_best
 
@@ -82,7 +83,7 @@ def overhead(runs: Runs) -> Figure:
     for ax, (data, epsilon) in zip(axes, cells, strict=False):
         here = runs.where(data=data, epsilon=epsilon)
         for row, m in enumerate(here.methods()):
-            phases = [step_phases(r) for r in here.where(method=m).records]
+            phases = [step_phases(r) for r in side_by_side(here).where(method=m).records]
             start = 0.0
             for phase, ink in PHASES.items():
                 value = 1e3 * float(np.mean([p.get(phase, 0.0) for p in phases])) if phases else 0.0

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from dpngd import stats
 from dpngd.rules import NGD, Decision, Rule, above, drop, leads, name, together
 from dpngd.runs import Runs
+
+RIVALS = ("dp-sgd-pt", "dp-ngd-private-20", "dp-ngd-private-50", "dp-ngd-pre", "dp-ngd-post", "dp-ngd-one-sided")
+"""What Tables 3 and 4 and our ablations compare DP-NGD with, where it has a rate of its own."""
 
 
 def over(field: str, rival: str) -> Rule:
@@ -104,15 +108,31 @@ def lead_fades(runs: Runs) -> Decision:
     return together(parts)
 
 
+def at_half_rate(here: Runs) -> dict[str, Any]:
+    """DP-NGD at the smallest rate that was run in a cell: half of what the search chose (`rates` in params)."""
+    return {**NGD, "eta": here.where(**NGD).values("eta")[0]}
+
+
 def ahead_at_half_rate(rival: str) -> Rule:
-    """DP-NGD at the smallest rate that was run above the rival at whichever of its rates is best."""
+    """DP-NGD at half its rate above the rival at whichever of its rates is best."""
     def rule(runs: Runs) -> Decision:
         parts = []
         for cell in runs.cells():
             here = runs.where(data=cell[0], epsilon=cell[1])
-            half = {**NGD, "eta": here.where(**NGD).values("eta")[0]}
             best = here.best({"method": rival, "eta": eta} for eta in here.where(method=rival).values("eta"))
-            parts.append((name(cell), above(here, half, best)))
+            parts.append((name(cell), above(here, at_half_rate(here), best)))
+        return together(parts)
+    return rule
+
+
+def half_rate_over(rivals: Sequence[str]) -> Rule:
+    """DP-NGD at half its rate above each of these methods at the rate tuned for it, in the cells that they share."""
+    def rule(runs: Runs) -> Decision:
+        parts = []
+        for cell in runs.cells():
+            here = runs.where(data=cell[0], epsilon=cell[1])
+            parts += [(f"{name(cell)} over {m}", above(here, at_half_rate(here), {"method": m}))
+                      for m in rivals if m in here.methods()]
         return together(parts)
     return rule
 

@@ -31,6 +31,10 @@ class Runs:
     def __len__(self) -> int:
         return sum(c.key() in self.found for c in self.configs)
 
+    def __add__(self, other: Runs) -> Runs:
+        """Both, each run once."""
+        return Runs(list({c.key(): c for c in (*self.configs, *other.configs)}.values()), {**self.found, **other.found})
+
     def where(self, **fields: Any) -> Runs:
         """Those whose config has these values; a list stands for any of its values."""
         def fits(config: RunConfig) -> bool:

@@ -33,7 +33,7 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
     "01_utility_table": ("utility_table", "networks"),
     "02_convergence_curves": ("convergence",),
     "03_public_sample_efficiency": ("sample_efficiency", "pretraining", "sources"),
-    "04_ablations": ("ablation_decoupling", "ablation_clipping", "ablation_floor", "ablation_ours"),
+    "04_ablations": ("ablation_decoupling", "ablation_clipping", "ablation_floor", "ablation_ours", "rates"),
     "05_wallclock_overhead": ("overhead",),
     "06_hyperparameter_robustness": ("robustness", "rates", "tuning", "tuning_networks"),
 }
@@ -118,9 +118,11 @@ class Study:
 
     def decided(self) -> list[dict[str, Any]]:
         """The rows of this notebook's claims."""
-        sources: dict[str, Runs | Theory] = dict(self.runs)
+        sources: dict[str, Any] = dict(self.runs)
         if self.theory is not None:
             sources["theory"] = self.theory
+        if (report := bench_report()) is not None:
+            sources["bench"] = report
         return [claims.decide(claim, sources) for claim in claims.of_notebook(self.notebook)]
 
     def verdicts(self) -> None:
@@ -166,11 +168,16 @@ def commit() -> str:
     return record.commit()
 
 
-def bench_table(path: Path = BENCH) -> pd.DataFrame | None:
-    """`python -m dpngd.bench --json > results/bench.json` as a table; None where that was not run."""
-    if not path.exists():
+def bench_report() -> dict[str, Any] | None:
+    """What `python -m dpngd.bench --json > results/bench.json` left; None where that was not run."""
+    return json.loads(BENCH.read_text(encoding="utf-8")) if BENCH.exists() else None
+
+
+def bench_table() -> pd.DataFrame | None:
+    """That report as a table."""
+    report = bench_report()
+    if report is None:
         return None
-    report = json.loads(path.read_text(encoding="utf-8"))
     return pd.DataFrame([{"network": m, "batch": r["batch"], "contender": c, "seconds a step": round(row["median"], 3),
                           "over DP-SGD": round(row["median"] / r["contenders"]["dp-sgd"]["median"], 2)}
                          for m, r in report["models"].items() for c, row in r["contenders"].items()

@@ -62,7 +62,7 @@ def ensure(
     configs = list(configs)
     unique = {c.key(): c for c in configs}
     records = {key: store.get(config) for key, config in unique.items()}
-    missing = [config for key, config in unique.items() if records[key] is None]
+    missing = in_turns([config for key, config in unique.items() if records[key] is None])
     if missing:
         _compute(missing, store, run, executor or (Inline() if jobs == 1 else Processes(jobs)))
         for config in missing:
@@ -70,6 +70,17 @@ def ensure(
             if records[config.key()] is None:
                 raise RuntimeError(f"{config.label()} was computed but its record cannot be read")
     return [records[c.key()] for c in configs]
+
+
+def in_turns(configs: Iterable[RunConfig]) -> list[RunConfig]:
+    """The methods in turns, each with its runs in their order: what is compared is then run side by side, so that their
+    seconds meet the same machine and the same hour of it."""
+    turns: dict[str, int] = defaultdict(int)
+    numbered = []
+    for config in configs:
+        numbered.append((turns[config.method], config))
+        turns[config.method] += 1
+    return [config for _, config in sorted(numbered, key=lambda pair: pair[0])]
 
 
 def _compute(missing: list[RunConfig], store: Store, run: Run | None, executor: Executor) -> None:

@@ -12,6 +12,7 @@ from dpngd.grid import place
 from dpngd.params import published
 from dpngd.profiles import Profile
 from dpngd.rules import steps_to_peak
+from dpngd.rules_time import side_by_side
 from dpngd.runs import NOT_STEPS, Runs, seconds_a_step, step_phases
 
 P = published()
@@ -75,8 +76,8 @@ def shown(table: pd.DataFrame, *axes: str) -> pd.DataFrame:
 
 
 def overhead(runs: Runs) -> pd.DataFrame:
-    """Seconds a step by phase, mean over all runs of a method in a cell."""
-    rows = []
+    """Seconds a step by phase, mean over the runs of a method in a cell that the others were run beside."""
+    runs, rows = side_by_side(runs), []
     for method in runs.methods():
         for data, epsilon in runs.cells():
             records = runs.where(method=method, data=data, epsilon=epsilon).records
@@ -109,7 +110,7 @@ def time_to_peak(runs: Runs) -> tuple[pd.DataFrame, str, str, pd.DataFrame]:
         here = runs.where(data=data, epsilon=epsilon)
         budgets = dict(zip(("dp-sgd-pt", "dp-ngd"), steps_to_peak(here, ["dp-sgd-pt"]), strict=True))
         for method, steps in budgets.items():
-            records = here.where(method=method).records
+            records = side_by_side(here).where(method=method).records
             if steps and records:
                 step = sum(map(seconds_a_step, records)) / len(records)
                 mean = sum(steps.values()) / len(steps)

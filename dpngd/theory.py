@@ -1,4 +1,4 @@
-"""What the paper proves, as measured numbers: Theorem 1, the KL-DP duality, the safety bound, the privacy cost.
+"""What the paper proves, as measured numbers: Theorem 1, the KL-DP duality, the safety bound.
 
 `dpngd.measure` computes a Theory on a real network; this module holds the numbers and decides. Noise is random, so
 sums of squares are compared with what chance allows: five standard deviations of a chi-square.
@@ -63,14 +63,6 @@ class Theory:
         worst = max((row["squared"] / row["bound"] for row in safe), default=math.nan)
         return decided([row["squared"] <= row["bound"] * (1 + row["slack"]) for row in safe],
                        f"squared step at most {worst:.2f} of the bound")
-
-    def privacy(self) -> Decision:
-        spent = [row["spent"] <= row["epsilon"] for row in self.budget]
-        at = {(r["data"], r["epsilon"], r["T"]): {x["sigma"] for x in self.budget if (x["data"], x["epsilon"], x["T"])
-                                                  == (r["data"], r["epsilon"], r["T"])} for r in self.budget}
-        same = [len(sigmas) == 1 for sigmas in at.values()]
-        return decided(spent + same, f"one σ for all methods in {sum(same)} of {len(same)} settings; spent at most the "
-                                     f"budget in {sum(spent)} of {len(spent)}")
 
 
 def decided(held: list[bool], said: str | None) -> Decision:

@@ -119,3 +119,22 @@ def test_curvature_that_is_hardly_ever_estimated(cost, verdict):
         return 70 - (cost if c.T_cur == 32 else 0) + 0.1 * ((c.seed + c.T_cur) % 3)
 
     assert word("once-only", runs_of(artifact("robustness"), accuracy)) == verdict
+
+
+@pytest.mark.parametrize(("lead", "verdict"), [(3.0, "reproduced"), (-3.0, "not reproduced")])
+def test_half_the_rate_against_the_arms(lead, verdict):
+    """DP-NGD's whole rate and the arms without a rate of their own do not count; nor do cells that have no arms."""
+    rates = artifact("rates") + artifact("rates", epsilons=[1])
+    half = min(c.eta for c in rates if c.method == "dp-ngd")
+
+    def accuracy(c):
+        if c.method == "dp-ngd":
+            return (70 if c.eta == half else 10) + wobble(c)
+        return (99 if c.method.rsplit("-", 1)[1] in ("clamp", "exact", "random", "sgd") else 70 - lead) + wobble(c)
+
+    names = BY_ID["half-rate-arms"].source.split("+")
+    sources = {n: runs_of(rates if n == "rates" else artifact(n), accuracy) for n in names}
+    row = claims.decide(BY_ID["half-rate-arms"], sources)
+    assert row["verdict"] == verdict
+    assert "of 6 reproduced" in row["ours"]
+    assert row["planned"] == len({c.key() for s in sources.values() for c in s.configs})

@@ -66,6 +66,7 @@ def test_every_result_figure_draws(tmp_path):
         "sizes": figures.curves(made(QUICK, "sample_efficiency"), "public_size", "images", log=True),
         "sources": figures.sources(made(QUICK, "sources")),
         "decoupling": figures.arms(made(CPU, "ablation_decoupling"), "ablation_decoupling"),
+        "half_rate": figures.arms_at_half_rate(made(CPU, "ablation_clipping") + made(CPU, "rates")),
         "floors": figures_more.floors(made(QUICK, "ablation_floor")),
         "overhead": figures_more.overhead(made(QUICK, "overhead")),
         "robustness": figures_more.robustness(robustness, {a: along(robustness, a) for a in ("T_cur", "p", "T1")}),

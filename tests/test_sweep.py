@@ -26,6 +26,7 @@ from sweep_runs import (
 
 from dpngd import sweep
 from dpngd.errors import UsageError
+from dpngd.profiles import load
 from dpngd.store import Store
 from dpngd.sweep import SweepError, ensure
 from dpngd.workers import Outcome
@@ -60,6 +61,15 @@ def test_missing_runs_are_computed_once_and_come_in_order(store, jobs, capfd):
 
     ensure([*wanted, config(5)], store=store, jobs=jobs, run=good)
     assert [line[0] for line in started(store)[3:]] == ["5"]
+
+
+def test_methods_take_turns():
+    quick = load("quick")
+    runs = quick.configs("convergence", methods=["dp-sgd-pt", "adadps"]) + quick.configs("sources", methods=["dp-sgd"])
+    turned = sweep.in_turns(runs)
+    assert sorted(c.key() for c in turned) == sorted(c.key() for c in runs)
+    assert [c.method for c in turned[:6]] == ["dp-sgd-pt", "adadps", "dp-sgd"] * 2
+    assert [c for c in turned if c.method == "adadps"] == [c for c in runs if c.method == "adadps"]
 
 
 def test_one_job_stays_in_this_process_and_more_are_workers_of_one_thread(store):
