@@ -84,13 +84,21 @@ def end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
         return
     low, high = ax.get_ylim()
     gap = (high - low) * 0.075
-    placed: list[float] = []
-    for x, y, text, ink in sorted(ends, key=lambda e: e[1]):
-        at = max(y, placed[-1] + gap) if placed else y
-        placed.append(at)
+    ends = sorted(ends, key=lambda e: e[1])
+    for (x, y, text, ink), at in zip(ends, apart([e[1] for e in ends], gap, high), strict=True):
         ax.annotate(text, (x, y), xytext=(1.02, at), textcoords=("axes fraction", "data"), color=ink, fontsize=8,
                     va="center", annotation_clip=False, arrowprops={"arrowstyle": "-", "color": ink, "lw": 0.4,
                                                                    "shrinkA": 0, "shrinkB": 3})
+
+
+def apart(heights: list[float], gap: float, top: float) -> list[float]:
+    """Heights, given in rising order, moved up until they are `gap` apart, and down again until none is above `top`."""
+    placed: list[float] = []
+    for y in heights:
+        placed.append(max(y, placed[-1] + gap) if placed else y)
+    for i in reversed(range(len(placed))):
+        placed[i] = min(placed[i], placed[i + 1] - gap if i + 1 < len(placed) else top)
+    return placed
 
 
 def limits(values: list[float], intervals: list[stats.Estimate], pad: float, room: float) -> tuple[float, float] | None:

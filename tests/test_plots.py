@@ -158,3 +158,9 @@ def test_the_schedule_figure_has_the_schedule():
     assert floor[-1] == pytest.approx(0.3)
     assert min(floor) == pytest.approx(0.075, rel=1e-3)
     assert t[-1] == 40
+
+
+def test_labels_are_apart_and_below_the_top():
+    assert plots.apart([1.0, 1.1, 5.0], 1.0, 10.0) == [1.0, 2.0, 5.0]
+    assert plots.apart([7.9, 8.0, 8.1], 1.0, 8.5) == pytest.approx([6.5, 7.5, 8.5])
+    assert plots.apart([3.0], 1.0, 8.0) == [3.0]
