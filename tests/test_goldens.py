@@ -12,20 +12,22 @@ from dpngd.train import run
 QUICK = profiles.load("quick")
 GOLDEN = {  # accuracy in percent, and mean training loss of the last five steps: means over seeds 0 and 1
     "dp-sgd": (86.0, 0.536),
-    "dp-sgd-pt": (84.9, 0.495),
+    "dp-sgd-pt": (85.8, 0.556),
     "gep": (80.8, 0.927),
     "adadps": (81.0, 0.741),
     "dp-ngd": (87.6, 0.380),
 }
 POINTS, LOSS = 3.0, 0.08
+# DP-SGD-PT with 10 steps of pre-training: its 100 on 50 images blow up the rounding (a loss of 0.50 or 0.63), 10 do not
+# (0.558, and 0.554 with other kernels; that of every other method moves by 0.012 at most).
+CHANGES = {m: {"public_size": 50} for m in GOLDEN} | {"dp-sgd": {}, "dp-sgd-pt": {"public_size": 50, "pt_steps": 10}}
 
 
 @pytest.fixture(scope="module")
 def reached():
     found = {}
     for method in GOLDEN:
-        records = [run(QUICK.config(method, "digits", 4.0, seed, T=20,
-                                    **({} if method == "dp-sgd" else {"public_size": 50}))) for seed in (0, 1)]
+        records = [run(QUICK.config(method, "digits", 4.0, seed, T=20, **CHANGES[method])) for seed in (0, 1)]
         found[method] = (sum(100 * r.accuracy for r in records) / 2,
                          sum(sum(r.train_loss[-5:]) / 5 for r in records) / 2, records[0].privacy)
     return found

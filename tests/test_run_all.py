@@ -133,7 +133,7 @@ def test_failures_are_collected_and_make_the_exit_code_1(tmp_path, monkeypatch, 
 
 
 def test_runs_that_do_not_exist_are_not_run(tmp_path, monkeypatch):
-    """The cpu profile with nothing stored: every table and figure is drawn, and every claim says so."""
+    """The cpu profile with nothing stored: every table and figure is drawn, and every claim about runs says so."""
     monkeypatch.setenv("DPNGD_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("DPNGD_REFRESH", "1")  # as if nothing were shipped
     out = tmp_path / "out"
@@ -141,7 +141,7 @@ def test_runs_that_do_not_exist_are_not_run(tmp_path, monkeypatch):
         outcome = execute(name, {"profile": "cpu", "train": False}, out, timeout=300)
         assert outcome.error == ""
         entry = json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
-        assert {c["verdict"] for c in entry["claims"]} == {"not run"}
+        assert {c["verdict"] for c in entry["claims"] if c["id"] != "step-cost-bench"} == {"not run"}
     assert "not run" in (out / "01_utility_table.ipynb").read_text(encoding="utf-8")
 
 

@@ -193,9 +193,10 @@ store = Store("quick", root={str(store.folder.parent)!r}, results={str(store.shi
 
 
 def script(store, run, n, jobs=2):
-    """A sweep in a process of its own."""
+    """A sweep in a process of its own, which Ctrl-C ends even where the tests were started in the background."""
     path = store.folder.parent.parent / f"{run}.py"
-    path.write_text(code(store, f"ensure(runs.configs({n}), store=store, jobs={jobs}, run=runs.{run})"))
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    path.write_text(heed + code(store, f"ensure(runs.configs({n}), store=store, jobs={jobs}, run=runs.{run})"))
     return subprocess.Popen([sys.executable, path], stderr=subprocess.PIPE, text=True)
 
 
