@@ -220,8 +220,8 @@ def of_notebook(notebook: str) -> list[Claim]:
 def decide(claim: Claim, sources: Mapping[str, Any]) -> dict[str, Any]:
     """A claim's row in claims.json. As long as planned runs are missing, "direction only" is the most it can say; with
     fewer than half of them it says nothing yet, whatever those few show."""
-    parts = [sources[name] for name in claim.source.split("+") if name in sources]
-    source = functools.reduce(operator.add, parts) if parts else None
+    parts = [sources.get(name) for name in claim.source.split("+")]
+    source = None if None in parts else functools.reduce(operator.add, parts)  # of several, none may be missing
     runs, planned = (len(source), len(source.configs)) if isinstance(source, Runs) else (0, 0)
     if source is None or (isinstance(source, Runs) and not runs):
         decision = Decision(stats.Verdict(stats.NOT_RUN, None, ""), stats.NOT_RUN, 0)

@@ -138,3 +138,5 @@ def test_half_the_rate_against_the_arms(lead, verdict):
     assert row["verdict"] == verdict
     assert "of 6 reproduced" in row["ours"]
     assert row["planned"] == len({c.key() for s in sources.values() for c in s.configs})
+    del sources["rates"]  # without them the tuned rate would pass for half of it
+    assert claims.decide(BY_ID["half-rate-arms"], sources)["verdict"] == "not run"
