@@ -6,6 +6,7 @@ paper's too, differences between two methods where the data set is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from matplotlib.figure import Figure
@@ -67,7 +68,7 @@ def utility(runs: Runs) -> Figure:
                     if papers_network(here, data):
                         hollow(top, i + shift[m], paper, m)
                         shown.append(paper)
-        settle(top, shown, 0.25, intervals=bars)
+        settle(top, shown, 0.25, intervals=bars, within=plots.PERCENT)
         settle(bottom, leads, 0.25, room=2, intervals=lead_bars)
         bottom.axhline(0, color=plots.INK, lw=0.8)
         top.set_title(title(here, data), loc="left")
@@ -108,7 +109,7 @@ def curves(runs: Runs, axis: str, xlabel: str, log: bool = False, peak: bool = F
             ax.set_xscale("log")
             ax.set_xticks(here.values(axis), [f"{v:g}" for v in here.values(axis)])
             ax.minorticks_off()
-        settle(ax, shown, 0.2, room=2, intervals=bars)
+        settle(ax, shown, 0.2, room=2, intervals=bars, within=plots.PERCENT)
         if peak:
             _mark_peak(ax, here)
         end_labels(ax, ends)
@@ -181,6 +182,13 @@ def pretraining(runs: Runs) -> Figure:
                        for m, size, steps in sorted(shapes)])
 
 
+def networks(runs: Runs) -> Figure:
+    """Each method on each network, with each number of views K, at each rate that was run there."""
+    rows = dict.fromkeys((c.model, c.K, c.method, c.eta) for c in runs.configs)
+    return dots(runs, [(f"{model}, K = {K}: {label(m)}, η = {eta:g}", {"model": model, "K": K, "method": m, "eta": eta})
+                       for model, K, m, eta in sorted(rows, key=lambda r: (r[0], r[1], r[2] == "dp-ngd", r[3]))])
+
+
 def rates(runs: Runs) -> Figure:
     """Each method at half and at the whole of its tuned rate."""
     groups = [(f"{label(m)}, η = {eta:g}", {"method": m, "eta": eta})
@@ -193,6 +201,17 @@ def arms(runs: Runs, artifact: str) -> Figure:
     groups = [(label(m), {"method": m}) for m in runs.methods() if m != "dp-ngd"]
     return dots(runs, groups, reference={"method": "dp-ngd"}, paper=artifact,
                 note="hollow: the paper" if artifact in P and P[artifact]["data"] in runs.values("data") else "")
+
+
+def releases(runs: Runs) -> Figure:
+    """Private curvature by how often it is released, in points above DP-SGD-PT."""
+    groups = {}
+    for c in runs.configs:
+        if c.T_cur is not None:
+            count = math.ceil(c.T / c.T_cur)
+            groups[f"{label(c.method)}, {count} release{'s' if count > 1 else ''}"] = {"method": c.method,
+                                                                                       "T_cur": c.T_cur}
+    return dots(runs, list(groups.items()), reference={"method": "dp-sgd-pt"})
 
 
 def arms_at_half_rate(runs: Runs) -> Figure:

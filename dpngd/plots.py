@@ -28,6 +28,7 @@ MARKERS = {"dp-sgd": "o", "dp-sgd-pt": "s", "gep": "^", "adadps": "D", "dp-ngd":
            "dp-ngd-no-floor": "X"}
 ARM = OKABE_ITO["blue"]  # the other arms: they are told apart by their labels
 INK, FAINT, HOLLOW = "#222222", "#D9D9D9", "#666666"
+PERCENT = (0.0, 100.0)  # an interval may leave it, an axis of accuracies may not
 STYLE = {
     "font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 10, "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.labelcolor": INK,
@@ -114,11 +115,11 @@ def limits(values: list[float], intervals: list[stats.Estimate], pad: float, roo
 
 
 def settle(ax: Axes, values: list[float], pad: float = 0.12, room: float = 0.0,
-           intervals: list[stats.Estimate] | None = None) -> None:
-    """y limits by `limits`; a panel without values says so."""
+           intervals: list[stats.Estimate] | None = None, within: tuple[float, float] = (-np.inf, np.inf)) -> None:
+    """y limits by `limits`, inside `within`; a panel without values says so."""
     found = limits(values, intervals or [], pad, room)
     if found:
-        ax.set_ylim(*found)
+        ax.set_ylim(np.clip(found, *within))
     else:
         not_run(ax)
 

@@ -76,10 +76,10 @@ def compute(left: dict[str, dict], profile: str) -> dict[str, Any]:
 def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: profiles.Profile) -> str:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True,
                              lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    words = [row["verdict"] for row in data["claims"] if not row["question"]]
+    papers = [row for row in data["claims"] if not row["question"]]
     return env.get_template("report.html.j2").render(
         **data, left=left, image=lambda name: picture(folder / name),
-        counts=[(word, words.count(word)) for word in stats.VERDICTS], total=len(words),
+        counts=tally(papers), total=len(papers),
         deviations=yaml.safe_load((TEMPLATES / "deviations.yaml").read_text(encoding="utf-8")),
         inconsistencies=published()["inconsistencies"], defaults=settings.settings["defaults"], seeds=settings.seeds,
         device=settings.settings["cost"]["device"], heading=heading, css_class=lambda word: word.replace(" ", "-"),
@@ -96,9 +96,20 @@ def heading(notebook: str) -> str:
     return html.unescape("".join(cells[0]["source"]).splitlines()[0].lstrip("# "))
 
 
+def tally(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """How often each verdict was reached."""
+    words = [row["verdict"] for row in rows]
+    return [(word, words.count(word)) for word in stats.VERDICTS]
+
+
 def markdown(data: dict[str, Any]) -> str:
-    """The claims table of a claims.json, for the README: a claim of many parts in one line."""
-    rows = ["| claim | paper | ours | n | verdict | notebook |", "| --- | --- | --- | --- | --- | --- |"]
+    """The claims of a claims.json for the README: their count, and a table with a claim of many parts in one line."""
+    said = []
+    for whose, asked in (("The paper's {} claims: {}.", False), ("{} questions of ours: {}.", True)):
+        part = [c for c in data["claims"] if bool(c["question"]) == asked]
+        said.append(whose.format(len(part), ", ".join(f"{n} {word}" for word, n in tally(part) if n)))
+    rows = [" ".join(said), "", "| claim | paper | ours | n | verdict | notebook |",
+            "| --- | --- | --- | --- | --- | --- |"]
     for c in data["claims"]:
         who = " (ours to ask)" if c["question"] else ""
         cells = (c["sentence"] + who, f"{c['paper'] or '-'} ({c['place']})", c["brief"], claims.seeds(c),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpngd import stats
@@ -11,6 +12,8 @@ from dpngd.runs import Runs
 
 RIVALS = ("dp-sgd-pt", "dp-ngd-private-20", "dp-ngd-private-50", "dp-ngd-pre", "dp-ngd-post", "dp-ngd-one-sided")
 """What Tables 3 and 4 and our ablations compare DP-NGD with, where it has a rate of its own."""
+OPEN = ("dp-ngd-factor-clamp", "dp-ngd-labels-exact", "dp-ngd-labels-random")
+"""What the paper leaves open about the curvature itself; these arms have DP-NGD's rate."""
 
 
 def over(field: str, rival: str) -> Rule:
@@ -61,11 +64,24 @@ def round_one(runs: Runs) -> Runs:
 
 
 def alike(methods: Sequence[str], bound: float) -> Rule:
-    """DP-NGD and its arms differ by less than `bound` points."""
+    """DP-NGD and those of the arms that were asked for differ by less than `bound` points."""
     def rule(runs: Runs) -> Decision:
         return together((f"{name(c)} {m}", stats.within(
             runs.where(data=c[0], epsilon=c[1]).lead({"method": m}, NGD), bound))
-            for c in runs.cells() for m in methods)
+            for c in runs.cells() for m in methods if m in runs.methods())
+    return rule
+
+
+def below_when_released(rival: str) -> Rule:
+    """The rival above each of the other methods at their smallest T_cur, where they release curvature most often."""
+    def rule(runs: Runs) -> Decision:
+        parts = []
+        for cell in runs.cells():
+            here = runs.where(data=cell[0], epsilon=cell[1])
+            parts += [(f"{name(cell)} {rival} over {m}", above(here, {"method": rival}, {
+                "method": m, "T_cur": here.where(method=m).values("T_cur")[0]}))
+                for m in here.methods() if m != rival]
+        return together(parts)
     return rule
 
 
@@ -80,6 +96,22 @@ def mostly_clamped(runs: Runs) -> Decision:
     return Decision(stats.outcome([min(s) > 0.5 for s in shares]),
                     f"{start:.1f}% of the eigenvalues at the first look, {least:.1f}% at the fewest, {end:.1f}% at the "
                     f"last (means of {len(shares)} runs)", len(shares))
+
+
+def at_a_fraction(factors: Mapping[str, float]) -> Rule:
+    """DP-NGD above the best run of the baselines, with 1/factor of that run's steps or the next budget below."""
+    def rule(runs: Runs) -> Decision:
+        parts = []
+        for cell in runs.cells():
+            here = runs.where(data=cell[0], epsilon=cell[1])
+            theirs = here.best({"method": m, "T": T} for m in here.baselines() for T in here.values("T"))
+            most = math.ceil(theirs["T"] / factors.get(cell[0], min(factors.values()))) if theirs else 0
+            budgets = [budget for budget in here.where(**NGD).values("T") if budget <= most]
+            said = f" ({budgets[-1]} steps against {theirs['T']} of {theirs['method']})" if budgets else ""
+            parts.append((name(cell) + said, above(here, {**NGD, "T": budgets[-1]}, theirs) if budgets else
+                          stats.greater(stats.NOTHING)))
+        return together(parts)
+    return rule
 
 
 def ahead_at_own_budget(runs: Runs) -> Decision:
@@ -123,6 +155,14 @@ def ahead_at_half_rate(rival: str) -> Rule:
             parts.append((name(cell), above(here, at_half_rate(here), best)))
         return together(parts)
     return rule
+
+
+def with_most_views(rule: Rule) -> Rule:
+    """A rule on the runs on the data set's own network, the first one asked for, with the largest K."""
+    def on_those(runs: Runs) -> Decision:
+        here = runs.where(model=runs.values("model")[0])
+        return rule(here.where(K=here.values("K")[-1]))
+    return on_those
 
 
 def half_rate_over(rivals: Sequence[str]) -> Rule:

@@ -30,10 +30,11 @@ from dpngd.theory import Theory
 
 NOTEBOOKS: dict[str, tuple[str, ...]] = {
     "00_geometry": (),
-    "01_utility_table": ("utility_table", "networks"),
-    "02_convergence_curves": ("convergence",),
+    "01_utility_table": ("utility_table", "networks", "networks_half"),
+    "02_convergence_curves": ("convergence", "fraction"),
     "03_public_sample_efficiency": ("sample_efficiency", "pretraining", "sources"),
-    "04_ablations": ("ablation_decoupling", "ablation_clipping", "ablation_floor", "ablation_ours", "rates"),
+    "04_ablations": ("ablation_decoupling", "ablation_clipping", "ablation_floor", "ablation_ours", "rates", "releases",
+                     "open_choices"),
     "05_wallclock_overhead": ("overhead",),
     "06_hyperparameter_robustness": ("robustness", "rates", "tuning", "tuning_networks"),
 }

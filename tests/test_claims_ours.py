@@ -20,6 +20,26 @@ def test_own_budget_compares_peaks_wherever_they_lie(peak, verdict):
     assert "20 steps against 40 of" in row["ours"]
 
 
+@pytest.mark.parametrize(("lead", "verdict"), [(2.0, "reproduced"), (-2.0, "not reproduced")])
+def test_the_fraction_of_the_steps_is_taken_of_the_baselines_peak(lead, verdict):
+    """Their peak is at 40 steps, so DP-NGD is judged with 17, not with the 20 that are also there."""
+    def accuracy(c):
+        if c.method == "dp-ngd":
+            return (60 + lead if c.T == 17 else 60 - lead) + wobble(c)
+        return 60 - (40 - c.T) / 2 + wobble(c)
+
+    sources = {n: runs_of(artifact(n), accuracy) for n in ("convergence", "fraction")}
+    row = claims.decide(BY_ID["fraction-of-steps"], sources)
+    assert row["verdict"] == verdict
+    assert "(17 steps against 40 of" in row["ours"]
+
+
+def test_no_budget_within_the_fraction_is_not_run():
+    runs = runs_of(artifact("convergence"), lambda c: (99 if c.T == 10 and c.method != "dp-ngd" else 50) + wobble(c))
+    row = claims.decide(BY_ID["fraction-of-steps"], {"convergence": runs, "fraction": runs_of([], lambda c: 50)})
+    assert (row["verdict"], row["ours"]) == ("not run", "not run")
+
+
 @pytest.mark.parametrize(("late", "verdict"), [(1.0, "reproduced"), (9.0, "not reproduced")])
 def test_the_lead_fades_or_does_not(late, verdict):
     lead = {10: 20.0, 20: 5.0, 40: late}  # of quick's budgets, the second and the last are compared
@@ -52,6 +72,23 @@ def test_other_networks(gain, verdict):
     runs = runs_of(artifact("networks"), lambda c: 60 + gain * (c.method == "dp-ngd") + wobble(c))
     assert word("other-networks", runs) == verdict
     assert "model=small, K=1" in claims.decide(BY_ID["other-networks"], {"networks": runs})["ours"]
+
+
+@pytest.mark.parametrize(("gain", "verdict"), [(3.0, "reproduced"), (-3.0, "not reproduced")])
+def test_most_views_are_compared_at_half_the_rate(gain, verdict):
+    """Neither the whole rate, nor fewer views, nor another network count."""
+    cpu = profiles.load("cpu")
+    half = {c.key() for c in cpu.configs("networks_half")}
+
+    def accuracy(c):
+        if c.model == "small" and c.K == 4:
+            return (60 if c.method == "dp-sgd" else 60 + gain if c.key() in half else 10) + wobble(c)
+        return (60 - 9 * gain if c.method == "dp-ngd" else 60) + wobble(c)
+
+    sources = {n: runs_of(cpu.configs(n), accuracy) for n in ("networks", "networks_half")}
+    row = claims.decide(BY_ID["most-views"], sources)
+    assert row["verdict"] == verdict
+    assert row["mean"] == pytest.approx(gain, abs=0.2)
 
 
 @pytest.mark.parametrize(("gain", "verdict"), [(3.0, "direction only"), (-3.0, "not reproduced")])
@@ -119,6 +156,29 @@ def test_curvature_that_is_hardly_ever_estimated(cost, verdict):
         return 70 - (cost if c.T_cur == 32 else 0) + 0.1 * ((c.seed + c.T_cur) % 3)
 
     assert word("once-only", runs_of(artifact("robustness"), accuracy)) == verdict
+
+
+@pytest.mark.parametrize(("drop", "verdict"), [(3.0, "reproduced"), (-3.0, "not reproduced")])
+def test_private_curvature_is_judged_where_it_is_released_most_often(drop, verdict):
+    """What it does with fewer releases does not count."""
+    def accuracy(c):
+        released = {None: 0, 1: -drop, 8: +drop}[c.T_cur]
+        return 60 + released + wobble(c)
+
+    methods = ["dp-sgd-pt", "dp-ngd-private-20", "dp-ngd-private-50"]
+    runs = runs_of(artifact("releases", methods=methods), accuracy)
+    row = claims.decide(BY_ID["often-released"], {"releases": runs})
+    assert row["verdict"] == verdict
+    assert row["ours"].count("dp-sgd-pt over dp-ngd-private-") == 2
+
+
+@pytest.mark.parametrize(("change", "verdict"), [(0.3, "reproduced"), (3.0, "not reproduced")])
+def test_open_choices_at_half_the_rate(change, verdict):
+    runs = runs_of(artifact("open_choices"), lambda c: 60 + change * (c.method != "dp-ngd") + wobble(c))
+    row = claims.decide(BY_ID["open-choices-half"], {"open_choices": runs})
+    assert row["verdict"] == verdict
+    assert "labels" not in row["ours"], "quick does not ask for those"
+    assert runs.values("eta") == [min(c.eta for c in artifact("rates") if c.method == "dp-ngd")]
 
 
 @pytest.mark.parametrize(("lead", "verdict"), [(3.0, "reproduced"), (-3.0, "not reproduced")])

@@ -67,6 +67,9 @@ def test_every_result_figure_draws(tmp_path):
         "sources": figures.sources(made(QUICK, "sources")),
         "decoupling": figures.arms(made(CPU, "ablation_decoupling"), "ablation_decoupling"),
         "half_rate": figures.arms_at_half_rate(made(CPU, "ablation_clipping") + made(CPU, "rates")),
+        "networks": figures.networks(made(CPU, "networks") + made(CPU, "networks_half")),
+        "releases": figures.releases(made(CPU, "releases")),
+        "open_choices": figures.arms(made(CPU, "open_choices"), "open_choices"),
         "floors": figures_more.floors(made(QUICK, "ablation_floor")),
         "overhead": figures_more.overhead(made(QUICK, "overhead")),
         "robustness": figures_more.robustness(robustness, {a: along(robustness, a) for a in ("T_cur", "p", "T1")}),
@@ -85,10 +88,10 @@ def test_nothing_run_draws_empty_panels_without_warnings():
     figures_more.floors(nothing).canvas.draw()
     robustness = runs_of(CPU.configs("robustness"), lambda c: {}["none"])
     figures_more.robustness(robustness, {a: along(robustness, a) for a in ("T_cur", "p", "T1")}).canvas.draw()
-    for name in ("utility_table", "convergence", "sources", "ablation_clipping", "overhead"):
+    for name in ("utility_table", "convergence", "sources", "ablation_clipping", "releases", "overhead"):
         runs = runs_of(CPU.configs(name), lambda c: {}["none"])
         figure = {"utility_table": figures.utility, "sources": figures.sources, "overhead": figures_more.overhead,
-                  "ablation_clipping": lambda r: figures.arms(r, "ablation_clipping"),
+                  "releases": figures.releases, "ablation_clipping": lambda r: figures.arms(r, "ablation_clipping"),
                   "convergence": lambda r: figures.curves(r, "T", "steps", peak=True)}[name](runs)
         figure.canvas.draw()
 
@@ -98,6 +101,15 @@ def test_the_same_data_give_the_same_files(tmp_path):
         plots.save(figures.utility(made(QUICK, "utility_table")), tmp_path / folder, "f")
     for suffix in ("png", "svg"):
         assert (tmp_path / "a" / f"f.{suffix}").read_bytes() == (tmp_path / "b" / f"f.{suffix}").read_bytes()
+
+
+def test_an_axis_of_accuracies_stays_within_what_they_can_be():
+    _, (ax,) = plots.new()
+    wide = stats.mean([5.0, 20.0, 95.0])  # its interval is far wider than 0 to 100
+    plots.settle(ax, [40.0, 5.0], intervals=[wide], within=plots.PERCENT)
+    assert ax.get_ylim() == (0.0, pytest.approx(75 + 0.06 * 35))
+    plots.settle(ax, [40.0, 5.0], intervals=[wide])
+    assert ax.get_ylim()[0] < -30
 
 
 def test_end_labels_do_not_hide_one_another():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dpngd import profiles
 from dpngd.report import markdown
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +30,11 @@ def test_the_commands_it_names_exist():
     for module in set(re.findall(r"python -m (dpngd\.\w+)", README)):
         done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
         assert done.returncode == 0, (module, done.stderr)
+
+
+def test_the_number_of_the_papers_runs_is_counted():
+    (runs,) = re.findall(r"for the paper: ([\d,]+) runs", README)
+    assert int(runs.replace(",", "")) == len(profiles.load("paper").all_configs())
 
 
 def test_the_files_it_names_exist():

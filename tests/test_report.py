@@ -44,6 +44,17 @@ def test_every_claim_is_in_the_page_and_in_the_data(folder):
     assert data["compute"]["runs"] == 2, "a run that two notebooks show is one run"
 
 
+def test_the_table_begins_with_its_count(folder):
+    report.write("quick", folder)
+    data = json.loads((folder / "claims.json").read_text(encoding="utf-8"))
+    count, _, *table = report.markdown(data).splitlines()
+    asked = [c for c in claims.CLAIMS if c.question]
+    there = [c.notebook in ("01_utility_table", "02_convergence_curves") for c in claims.CLAIMS if not c.question]
+    assert count.startswith(f"The paper's {len(there)} claims: {sum(there)} reproduced, "
+                            f"{len(there) - sum(there)} not run. {len(asked)} questions of ours: ")
+    assert len(table) == 2 + len(claims.CLAIMS)
+
+
 def test_the_page_fetches_nothing(folder):
     page = report.write("quick", folder).read_text(encoding="utf-8")
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
