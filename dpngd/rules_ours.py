@@ -146,7 +146,7 @@ def at_half_rate(here: Runs) -> dict[str, Any]:
 
 
 def ahead_at_half_rate(rival: str) -> Rule:
-    """DP-NGD at half its rate above the rival at whichever of its rates is best."""
+    """DP-NGD at half its rate above the rival at the best of the rates that were run for it (it may be one)."""
     def rule(runs: Runs) -> Decision:
         parts = []
         for cell in runs.cells():
