@@ -10,7 +10,7 @@ Results land in figures/<profile>/. Started again after an interruption, it goes
 """
 
 from dpngd.errors import exit_code
-from dpngd.runner import main
+from dpngd.suite.run import main
 
 if __name__ == "__main__":
     raise SystemExit(exit_code(main))

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from dpngd.errors import UsageError, unknown
 from dpngd.gradients import Tape
-from dpngd.trainable import Layer, trainable_layers
+from dpngd.layers.trainable import Layer, trainable_layers
 
 LABELS = ("sampled", "exact", "random", "given")
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dpngd.curvature import LayerCurvature
 from dpngd.gradients import Blocks, SampleGradients
-from dpngd.layers import LayerGradient, weighted_energy
+from dpngd.layers.forms import LayerGradient, weighted_energy
 from dpngd.mechanism import NONE
 
 EXACT_BELOW = 0.05

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpngd.errors import UsageError
-from dpngd.layers import Dense, LayerGradient
-from dpngd.trainable import Layer, trainable_layers
+from dpngd.layers.forms import Dense, LayerGradient
+from dpngd.layers.trainable import Layer, trainable_layers
 
 Blocks = list[Tensor]
 """One (R, O, I) matrix stack a layer: how sums, noise and updates are held. See `layers` for the symbols."""

@@ -28,9 +28,9 @@ from dpngd.curvature import KFAC
 from dpngd.errors import UsageError
 from dpngd.geometry import Kronecker
 from dpngd.gradients import Blocks, SampleGradients
+from dpngd.layers.trainable import trainable_layers
 from dpngd.mechanism import GaussianMechanism
-from dpngd.streams import stream
-from dpngd.trainable import trainable_layers
+from dpngd.noise import stream
 
 
 class DPNGD(DPOptimizer):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from dpngd.streams import stream
+from dpngd.noise import stream
 
 torch.set_num_threads(1)
 settings.register_profile("dpngd", deadline=None, derandomize=True, database=None, max_examples=25,

@@ -20,9 +20,9 @@ from tqdm import tqdm
 from dpngd.data.images import find_images, read_image
 from dpngd.data.npm import OFFICIAL_SHA1, assemble
 from dpngd.data.prepared import Arrays, load_npz
+from dpngd.data.vision import torchvision
 from dpngd.errors import UsageError
-from dpngd.streams import stream
-from dpngd.vision import torchvision
+from dpngd.noise import stream
 
 POOL = 5000  # images kept of a public set: the largest public set of the paper
 # class name in torchvision.datasets, what its files are called, its archive

@@ -21,7 +21,7 @@ from dpngd.data.images import to_nchw
 from dpngd.data.prepared import Arrays, Form, make
 from dpngd.data.sources import obtain
 from dpngd.errors import UsageError, unknown
-from dpngd.streams import stream
+from dpngd.noise import stream
 
 SPLIT_SEED = 0  # of the UTKFace and digits splits: never a run's seed
 DECADES = np.array([10, 20, 30, 40, 50, 60])  # upper bounds of the age groups 0-9, 10-19, ..., 50-59, 60 and over

@@ -20,7 +20,7 @@ from dpngd.data.images import find_images, fit, read_image, to_nchw
 from dpngd.data.private import Private
 from dpngd.data.sources import obtain
 from dpngd.errors import UsageError, unknown
-from dpngd.streams import stream
+from dpngd.noise import stream
 
 SMALLEST, LARGEST = 50, synthetic.LARGEST
 MADE: dict[str, Callable[[int, tuple[int, int, int], torch.Generator], Tensor]] = {

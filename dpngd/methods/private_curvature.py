@@ -1,0 +1,153 @@
+"""The ablation that estimates curvature from private data, and pays for it (the paper's Table 3).
+
+Every T_cur steps a Poisson batch is drawn and each of its samples contributes its own K-FAC factors
+
+    A_i = sum_t a_t a_t' / (S I),    G_i = sum_t d_t d_t',    N_i = g g'
+
+    symbol     meaning
+    S, I       positions and inputs of the layer: constants of the network that bring all A_i to one scale
+    a_t, d_t   as in `curvature`: inputs and output gradients at position t, labels y ~ p_theta
+    N_i        of a norm layer, whose gradient g is a single row: its exact block
+
+with K views the mean over the views. They pass through the same Gaussian mechanism as gradients do, as two channels:
+all A_i together clipped to 1, all G_i and N_i together to `curvature_C`. What is released is then made symmetric, its
+negative eigenvalues are set to zero and the constants are put back, which is post-processing.
+
+Guarantee: ceil(T / T_cur) releases of the sampled Gaussian mechanism at rate q with noise sqrt(2) sigma on A / 1 and on
+(G, N) / curvature_C, calibrated to a fraction of (epsilon, delta); the gradients get the rest, by basic composition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpngd.curvature import LayerCurvature
+from dpngd.gradients import Blocks, PerSample, SampleGradients, Tape
+from dpngd.layers.trainable import Layer
+from dpngd.mechanism import NONE, GaussianMechanism
+from dpngd.methods.baselines import draw_labels
+
+CLIP_A = 1.0
+
+
+class Gram:
+    """u_i u_i' of every sample, from u (b, R, n, S): norms and weighted sums without forming b matrices."""
+
+    def __init__(self, u: Tensor):
+        self.u = u
+
+    def sq_norms(self) -> Tensor:
+        rows, columns = self.u.shape[2:]  # ||u u'|| = ||u'u||: take the smaller product
+        product = self.u @ self.u.mT if rows <= columns else self.u.mT @ self.u
+        return product.flatten(1).square().sum(1)
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        u = self.u.permute(1, 2, 0, 3)
+        return (u * c[:, None]).flatten(2) @ u.flatten(2).mT
+
+    def materialise(self) -> Tensor:
+        return self.u @ self.u.mT
+
+    def select(self, keep: Tensor) -> Gram:
+        return Gram(self.u[keep])
+
+
+class FactorChannels:
+    """Channel 0 is the first `inputs` blocks (the A factors), channel 1 the others: L_j picks, R puts together."""
+
+    fragile = NONE  # u u' has no terms that cancel
+
+    def __init__(self, inputs: int):
+        self.inputs = inputs
+
+    def sq_norms(self, g: SampleGradients) -> Tensor:
+        norms = torch.stack([x.sq_norms() for x in g.layers])
+        return torch.stack([norms[: self.inputs].sum(0), norms[self.inputs :].sum(0)])
+
+    def into(self, sums: list[Blocks]) -> list[Blocks]:
+        return [sums[0][: self.inputs], sums[1][self.inputs :]]
+
+    def back(self, releases: list[Blocks]) -> Blocks:
+        return [*releases[0], *releases[1]]
+
+
+class PrivateKFAC:
+    """Noisy curvature of a private batch: call with the micro-batches (x, y) of a fresh Poisson sample.
+
+    y is not looked at: as for the public Fisher matrix, labels are drawn from the model.
+    """
+
+    def __init__(self, per_sample: PerSample, shape: tuple[int, ...], curvature_C: float, sigma: float, B: float, *,
+                 labels: torch.Generator, noise: torch.Generator):
+        self.per_sample, self.labels, self.noise = per_sample, labels, noise
+        self.mechanism = GaussianMechanism((CLIP_A, curvature_C), sigma, B)
+        self.factored = [layer for layer in per_sample.layers if layer.kind != "norm"]
+        self.geometry = FactorChannels(len(self.factored))
+        like = next(per_sample.model.parameters())
+        sizes = [(layer.shape[0], layer.shape[2]) for layer in self.factored]
+        sizes += [(layer.shape[0], layer.shape[2 if layer.kind == "norm" else 1]) for layer in per_sample.layers]
+        self.zeros = [like.new_zeros(R, n, n) for R, n in sizes]
+        self.positions = _positions(per_sample, like.new_zeros(1, *shape))
+
+    def __call__(self, batches: Iterable[tuple[Tensor, Tensor]]) -> list[LayerCurvature]:
+        release = self.mechanism.release(self.contributions(batches), self.geometry, self.zeros, self.noise)
+        return self.assemble(release.direction)
+
+    def assemble(self, blocks: Blocks) -> list[LayerCurvature]:
+        """F of every layer from what was released: A and G back on their scales, a norm layer's G is 1."""
+        blocks = [(M + M.mT) / 2 for M in blocks]
+        inputs, curvature = iter(blocks[: self.geometry.inputs]), []
+        for layer, S, M in zip(self.per_sample.layers, self.positions, blocks[self.geometry.inputs :], strict=True):
+            if layer.kind == "norm":
+                curvature.append(LayerCurvature.of(M, M.new_ones(1, 1, 1)))
+            else:
+                curvature.append(LayerCurvature.of(S * layer.shape[2] * next(inputs), M / S))
+        return curvature
+
+    def contributions(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[SampleGradients]:
+        """The factors of the samples of each micro-batch, in the clothes of per-sample gradients."""
+        K = self.per_sample.K
+        for x, _ in batches:
+            with Tape(self.per_sample.model, self.per_sample.layers, self._factors) as tape:
+                logits = tape.forward(x)
+                losses = self.per_sample.loss(logits, draw_labels(logits.detach(), self.labels))
+                tape.backward(losses)
+            inputs = [A for A, _ in tape.results if A is not None]
+            yield SampleGradients([*inputs, *(G for _, G in tape.results)], losses.detach().view(-1, K).mean(1))
+
+    def _factors(self, layer: Layer, a: Tensor, d: Tensor) -> tuple[Gram | None, Gram]:
+        (R, O, I), n = layer.shape, len(d)
+        if layer.kind == "norm":
+            return None, self._gram(layer.gradient(a, d, 1).materialise().mT)  # g as a column: (n, 1, I, 1)
+        if layer.kind == "conv":
+            if layer.conv.pad is not None:
+                a = F.pad(a, layer.conv.pad[0], mode=layer.conv.pad[1])
+            a = layer.conv.patches(a, *d.shape[2:]).reshape(n, R, -1, d[0, 0].numel())
+            d = d.reshape(n, R, O, -1)
+        else:
+            a, d = (t.reshape(n, 1, -1, t.shape[-1]).mT for t in (a, d))
+        if layer.bias:
+            a = F.pad(a, (0, 0, 0, 1), value=1.0)
+        return self._gram(a / (a.shape[-1] * I) ** 0.5), self._gram(d)
+
+    def _gram(self, u: Tensor) -> Gram:
+        """The mean over the K views of a sample: they are further positions."""
+        K = self.per_sample.K
+        if K == 1:
+            return Gram(u)
+        return Gram(u.unflatten(0, (-1, K)).movedim(1, -2).flatten(-2) / K**0.5)
+
+
+def _positions(per_sample: PerSample, blank: Tensor) -> list[int]:
+    """S of every layer, from a blank image: what is put back on after the release must not depend on the batch."""
+
+    def count(layer: Layer, a: Tensor, d: Tensor) -> int:
+        return {"conv": d[0, 0].numel(), "linear": d[0].numel() // d.shape[-1], "norm": 1}[layer.kind]
+
+    with Tape(per_sample.model, per_sample.layers, count) as tape:
+        tape.backward(tape.forward(blank))
+    return tape.results

@@ -1,0 +1,371 @@
+"""`python -m dpngd.bench`: seconds a training step, every contender interleaved in one run.
+
+Machines are noisy, so what counts is ratios of medians from rounds in which every contender takes its turn. The cost
+of a curvature refresh is measured apart and amortised: a step on b samples carries b / (T_cur * amortise_batch) of it.
+Peak memory is measured in a fresh process a contender.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from dpngd.curvature import KFAC
+from dpngd.errors import Parser, UsageError, exit_code, unknown
+from dpngd.geometry import Euclidean, Kronecker
+from dpngd.gradients import MICRO_BATCH, PerSample, pieces
+from dpngd.mechanism import GaussianMechanism, Geometry
+from dpngd.methods.baselines import Diagonal, Subspace, basis_bytes, principal_basis, sampled_labels, second_moment
+from dpngd.noise import stream
+from dpngd.training import models, record
+from dpngd.training.parallel import Workers
+
+DEFAULT_BATCH = {"wrn-16-4": 64}
+OPACUS = ("opacus-hooks", "opacus-functorch", "opacus-ghost")
+
+
+def make_bench(model: str, batch: int, K: int, public: int, floor: float, micro_batch: int) -> Bench:
+    """Random images: a step's time depends on shapes, and on the floor through the rank it leaves."""
+    g = stream(0, "bench")
+    net = models.build(model, classes=10, generator=g)
+    x = torch.randn(batch * K, 3, 32, 32, generator=g)
+    y = torch.randint(10, (batch,), generator=g)
+    return Bench(net, x, y, K, torch.randn(public, 3, 32, 32, generator=g), floor, micro_batch)
+
+
+def timed(step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def measure(name: str, args: argparse.Namespace) -> dict:
+    """Medians and quartiles for one model; contenders take turns in every round."""
+    batch = args.batch or DEFAULT_BATCH.get(name, 256)
+    bench = make_bench(name, batch, args.K, args.public, args.floor, args.micro_batch)
+    running: dict[str, Contender] = {}
+    skipped: dict[str, str] = {}
+    for c in args.contenders:
+        try:
+            running[c] = CONTENDERS[c](bench)
+        except NotApplicable as reason:
+            skipped[c] = str(reason)
+    for contender in running.values():
+        contender.step()  # warm-up: first calls allocate, and check the model
+    seconds: dict[str, list[float]] = {c: [] for c in running}
+    refresh: dict[str, list[float]] = {c: [] for c, r in running.items() if r.refresh}
+    turns = [(r, c) for r in range(args.repeats) for c in running]
+    for r, c in tqdm(turns, desc=name, file=sys.stderr, disable=args.quiet):
+        gc.collect()
+        seconds[c].append(timed(running[c].step))
+        if c in refresh and r % max(1, args.repeats // 3) == 0:
+            refresh[c].append(timed(running[c].refresh))
+    amortised = batch / (args.t_cur * args.amortise_batch)
+    rows = {}
+    for c, times in seconds.items():
+        extra = amortised * statistics.median(refresh[c]) if c in refresh else 0.0
+        low, median, high = (q + extra for q in quartiles(times))
+        rows[c] = {"median": median, "q1": low, "q3": high, "curvature": extra, "ms_per_sample": 1e3 * median / batch,
+                   "seconds": [s + extra for s in times]}
+        if c in refresh:
+            rows[c]["refresh"] = statistics.median(refresh[c])
+    if not args.no_memory:
+        for c in tqdm(rows, desc=f"{name} memory", file=sys.stderr, disable=args.quiet):
+            rows[c]["peak_mib"] = peak_memory(c, name, batch, args)
+    return {"batch": batch, "contenders": rows, "skipped": skipped}
+
+
+def quartiles(times: list[float]) -> tuple[float, float, float]:
+    if len(times) < 2:
+        return times[0], times[0], times[0]
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, median, high
+
+
+def ratios(rows: dict) -> dict[str, float]:
+    """The three numbers to watch (those whose contenders were run), and every other method over our DP-SGD."""
+    median = {c: row["median"] for c, row in rows.items()}
+    sgd, out = median.get("dp-sgd"), {}
+    fastest = min((median[c] for c in OPACUS if c in median), default=None)
+    if sgd and fastest:
+        out["opacus_over_dp_sgd"] = fastest / sgd
+    if sgd and "plain" in median:
+        out["dp_sgd_over_plain"] = sgd / median["plain"]
+    for c in median:
+        if sgd and c not in OPACUS and c not in ("plain", "dp-sgd"):
+            out[f"{c.replace('-', '_')}_over_dp_sgd"] = median[c] / sgd
+    return out
+
+
+def peak_memory(contender: str, model: str, batch: int, args: argparse.Namespace) -> float:
+    """MiB that one step (and a refresh) adds to a fresh process that already holds the model and the data."""
+    options = ["--models", model, "--batch", batch, "--K", args.K, "--public", args.public, "--floor", args.floor,
+               "--micro-batch", args.micro_batch, "--threads", args.threads, "--peak-of", contender]
+    command = [sys.executable, "-m", "dpngd.suite.bench", *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"measuring the memory of {contender} failed: {done.stderr}")
+    return float(done.stdout)
+
+
+def own_peak(contender: str, args: argparse.Namespace) -> float:
+    bench = make_bench(args.models[0], args.batch, args.K, args.public, args.floor, args.micro_batch)
+    before = high_water()
+    running = CONTENDERS[contender](bench)
+    running.step()
+    running.step()
+    return (high_water() - before) / 1024
+
+
+def high_water() -> int:
+    """Peak resident memory of this process so far, in KiB. (Linux hands ru_maxrss on from the parent: not used.)"""
+    try:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    except OSError:
+        unit = 1024 if sys.platform == "darwin" else 1
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+
+
+def table(report: dict) -> str:
+    lines = [f"{report['threads']} threads, {report['cpu']}, torch {report['torch']}, K={report['K']}; seconds a step, "
+             f"curvature of {report['public']} images amortised over {report['t_cur']} steps of "
+             f"{report['amortise_batch']} samples"]
+    for name, result in report["models"].items():
+        lines += ["", f"{name}, batch {result['batch']}",
+                  f"{'':18}{'median':>9}{'quartiles':>19}{'ms/sample':>11}{'curvature':>11}{'peak MiB':>10}"]
+        for c, row in result["contenders"].items():
+            peak = f"{row['peak_mib']:.0f}" if "peak_mib" in row else "-"
+            lines.append(f"{c:18}{row['median']:9.3f}{row['q1']:10.3f}{row['q3']:9.3f}{row['ms_per_sample']:11.3f}"
+                         f"{row['curvature']:11.3f}{peak:>10}")
+        lines += [f"{c:18}not run: {reason}" for c, reason in result["skipped"].items()]
+        lines += [f"  {k:24}{v:6.2f}" for k, v in report["ratio"][name].items()]
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    p = Parser(prog="python -m dpngd.bench", description=__doc__.split("\n\n")[0])
+    p.add_argument("--models", nargs="+", default=["resnet-20", "wrn-10-1", "wrn-16-4"], metavar="MODEL")
+    p.add_argument("--contenders", nargs="+", default=list(CONTENDERS), metavar="NAME", help=", ".join(CONTENDERS))
+    p.add_argument("--batch", type=int, help="samples a step (default 256; 64 for wrn-16-4)")
+    p.add_argument("--K", type=int, default=1, help="views a sample (augmentation multiplicity)")
+    p.add_argument("--repeats", type=int, default=9)
+    p.add_argument("--threads", type=int, default=torch.get_num_threads())
+    p.add_argument("--public", type=int, default=500, help="public images a curvature refresh")
+    p.add_argument("--t-cur", type=int, default=8, help="steps between refreshes")
+    p.add_argument("--amortise-batch", type=int, default=1024, help="samples a step when amortising the refresh")
+    p.add_argument("--floor", type=float, default=0.025, help="lambda_t at which DP-NGD is timed")
+    p.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help="views worked on at once, ours")
+    p.add_argument("--no-memory", action="store_true", help="skip the memory measurement")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.add_argument("--peak-of", help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    for name in args.contenders:
+        if name not in CONTENDERS:
+            raise unknown("contender", name, CONTENDERS)
+    for name, value in vars(args).items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+    if not args.floor > 0:
+        raise UsageError(f"--floor is {args.floor}: it must be positive")
+    for name in args.models:
+        models.build(name, classes=10, generator=stream(0, "bench"))  # an unknown name is an error before any work
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    torch.set_num_threads(args.threads)
+    if args.peak_of:
+        print(own_peak(args.peak_of, args))
+        return 0
+    results = {name: measure(name, args) for name in args.models}
+    report = {
+        "models": results,
+        "ratio": {name: ratios(r["contenders"]) for name, r in results.items()},
+        **{k: getattr(args, k) for k in ("K", "threads", "public", "t_cur", "amortise_batch", "floor", "repeats")},
+        "cpu": record.cpu(), "torch": torch.__version__,
+    }
+    print(json.dumps(report, indent=1) if args.json else table(report))
+    return 0
+
+
+# ---- What the benchmark times: one training step of each contender, on the same model, batch and public images.
+
+Step = Callable[[], None]
+GEP_DIRECTIONS = 1000
+GEP_GIB = 4.0
+"""A basis that needs more memory than this is not timed: the benchmark is for ordinary machines."""
+
+
+class NotApplicable(Exception):
+    """A contender cannot run on this bench; the message says why, and the table shows it."""
+
+
+@dataclass
+class Bench:
+    """A model and data to step on: x (b*K, C, H, W) with the K views of a sample adjacent, y (b,)."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    K: int
+    public: Tensor
+    floor: float
+    micro_batch: int
+
+    @property
+    def B(self) -> int:
+        return len(self.y)
+
+    def targets(self) -> Tensor:
+        return self.y.repeat_interleave(self.K)
+
+
+@dataclass
+class Contender:
+    """`step` is done every iteration, `refresh` once every T_cur of them (its time is amortised)."""
+
+    step: Step
+    refresh: Step | None = None
+
+
+def plain(bench: Bench) -> Contender:
+    """Forward and backward without privacy: what any training pays."""
+    model, y = copy.deepcopy(bench.model), bench.targets()
+
+    def step() -> None:
+        model.zero_grad()
+        F.cross_entropy(model(bench.x), y).backward()
+
+    return Contender(step)
+
+
+def opacus(mode: str) -> Callable[[Bench], Contender]:
+    """Opacus as its users call it. K > 1: the gradients of a sample's views are averaged before the step."""
+
+    def build(bench: Bench) -> Contender:
+        from opacus import PrivacyEngine
+
+        if mode == "ghost" and bench.K > 1:
+            raise NotApplicable("ghost clipping keeps no per-view gradients to average")
+        model, y = copy.deepcopy(bench.model), bench.targets()
+        data = torch.utils.data.TensorDataset(bench.x, y)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about secure_mode and the like: not what is timed
+            made = PrivacyEngine().make_private(
+                module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-6), criterion=nn.CrossEntropyLoss(),
+                data_loader=torch.utils.data.DataLoader(data, batch_size=len(y)), noise_multiplier=1.0,
+                max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=mode)
+        model, optimizer = made[:2]
+        criterion = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
+        optimizer.attach_step_hook(lambda _: None)  # accounting is not what is timed
+
+        def step() -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.zero_grad()
+                criterion(model(bench.x), y).backward()
+                if bench.K > 1:
+                    for p in model.parameters():
+                        p.grad_sample = p.grad_sample.unflatten(0, (bench.B, bench.K)).mean(1)
+                optimizer.step()
+
+        return Contender(step)
+
+    return build
+
+
+def _private(bench: Bench, geometry: Geometry, clips: tuple[float, ...] = (1.0,)) -> tuple[PerSample, Step]:
+    per_sample = PerSample(copy.deepcopy(bench.model), K=bench.K)
+    mechanism, noise = GaussianMechanism(clips, 1.0, bench.B), stream(0, "noise")
+
+    workers = Workers(per_sample, torch.get_num_threads())
+    views = bench.K * workers.size(bench.B, bench.micro_batch, bench.K)
+
+    def step() -> None:
+        batches = workers.gradients(pieces(bench.x, bench.y, bench.K, views))
+        per_sample.add_(mechanism.release(batches, geometry, per_sample.zeros(), noise).direction, -1e-6)
+
+    return per_sample, step
+
+
+def dp_sgd(bench: Bench) -> Contender:
+    """Ours, the identity around the mechanism."""
+    return Contender(_private(bench, Euclidean())[1])
+
+
+def dp_ngd(bench: Bench) -> Contender:
+    """Ours, whitened at the floor given; the refresh is K-FAC on the public images with its eigendecompositions."""
+    geometry = Kronecker()
+    per_sample, step = _private(bench, geometry)
+    kfac = KFAC(per_sample.model, bench.public, generator=stream(0, "labels"))
+
+    def refresh() -> None:
+        geometry.set(kfac(), bench.floor)
+
+    refresh()
+    return Contender(step, refresh)
+
+
+def adadps(bench: Bench) -> Contender:
+    """Ours, scaled by the second moment of public gradients, which is the refresh."""
+    geometry, labels = Diagonal(1e-5), stream(0, "labels")
+    per_sample, step = _private(bench, geometry)
+    public = PerSample(per_sample.model, check=False)
+
+    def refresh() -> None:
+        y = sampled_labels(public.model, bench.public, labels)
+        geometry.set(second_moment(public, bench.public, y))
+
+    refresh()
+    return Contender(step, refresh)
+
+
+def gep(bench: Bench) -> Contender:
+    """Ours, embedding and residual; the refresh is the basis of public gradients, as often as the others refresh."""
+    d, n = sum(p.numel() for p in bench.model.parameters()), len(bench.public)
+    need = basis_bytes(d, n, GEP_DIRECTIONS) / 2**30
+    if need > GEP_GIB:
+        raise NotApplicable(f"its basis needs {need:.1f} GiB, more than the benchmark's {GEP_GIB:g}")
+    geometry = Subspace(PerSample(bench.model, check=False).zeros())
+    per_sample, step = _private(bench, geometry, (10.0, 2.0))
+    public, y = PerSample(per_sample.model, check=False), torch.randint(10, (n,), generator=stream(0, "labels"))
+
+    def refresh() -> None:
+        geometry.set(*principal_basis(public, bench.public, y, GEP_DIRECTIONS))
+
+    refresh()
+    return Contender(step, refresh)
+
+
+CONTENDERS: dict[str, Callable[[Bench], Contender]] = {
+    "plain": plain,
+    "opacus-hooks": opacus("hooks"),
+    "opacus-functorch": opacus("functorch"),
+    "opacus-ghost": opacus("ghost"),
+    "dp-sgd": dp_sgd,
+    "adadps": adadps,
+    "gep": gep,
+    "dp-ngd": dp_ngd,
+}
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_code(main))

@@ -1,0 +1,217 @@
+"""One notebook in a process of its own, by papermill: parameters, time limit, peak memory, a clean copy of the result.
+
+`python -m dpngd.execute SOURCE TARGET PARAMETERS` is that process. Papermill changes directories for its whole process
+and only warns of unknown parameters, hence the process, and hence `runner` checks names before.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+
+from dpngd.errors import UsageError, unknown
+from dpngd.suite.executors import THREADS
+from dpngd.suite.store import ROOT, write_atomically
+
+NOTEBOOKS = ROOT / "notebooks"
+POLL = 0.25  # seconds between two looks at the memory
+STALL = 90.0  # seconds in which a notebook and all it started may use no processor: a lost message, not work
+IDLE = 0.5  # seconds of processor that waiting itself may take in that time
+
+
+STALLED = f"it stood still for {STALL:g} seconds"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a notebook ended; `error` is empty where it ended well."""
+
+    notebook: str
+    seconds: float
+    peak_mb: float
+    error: str = ""
+
+
+def execute(notebook: str, parameters: Mapping[str, Any], folder: Path, *, timeout: float, html: bool = False,
+            source: Path = NOTEBOOKS, tries: int = 2) -> Outcome:
+    """Run a notebook into folder/<notebook>.ipynb; figures and tables land in the folder too.
+
+    A kernel and its client can wait for each other for ever (a message lost between them). One that stalls is started
+    again; what was trained is stored."""
+    outcome = _execute(notebook, parameters, folder, timeout, html, source)
+    while outcome.error == STALLED and (tries := tries - 1):
+        print(f"{notebook}: {STALLED}; once more", file=sys.stderr)
+        outcome = _execute(notebook, parameters, folder, timeout, html, source)
+    return outcome
+
+
+def _execute(notebook: str, parameters: Mapping[str, Any], folder: Path, timeout: float, html: bool,
+             source: Path) -> Outcome:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{notebook}.json").unlink(missing_ok=True)  # an old entry must not pass for this run's
+    started, peak = time.perf_counter(), 0.0
+    env = {**os.environ, **THREADS, "DPNGD_FIGURES": str(folder.resolve()), "PYTHONPATH": str(ROOT),
+           "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    command = [sys.executable, "-m", "dpngd.suite.execute", source / f"{notebook}.ipynb", folder / f"{notebook}.ipynb",
+               json.dumps(dict(parameters)), *(["--html"] if html else [])]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(list(map(str, command)), env=env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        watched, error = psutil.Process(process.pid), ""
+        moved, used = started, 0.0
+        try:
+            while process.poll() is None:
+                peak = max(peak, resident(watched))
+                if time.perf_counter() - started > timeout:
+                    error = f"it took longer than the limit of {timeout:g} seconds"
+                    break
+                now = time.perf_counter()
+                if abs((busy := processor(watched)) - used) > IDLE:  # less, when one of its processes ended
+                    moved, used = now, busy
+                elif now - moved > STALL:
+                    error = STALLED
+                    break
+                time.sleep(POLL)
+        finally:  # also on Ctrl-C: no kernel outlives its notebook
+            stop(watched)
+            process.wait()
+        if not error and process.returncode:
+            log.seek(0)
+            error = last_line(log.read().decode(errors="replace")) or f"exit code {process.returncode}"
+    if not error and not (folder / f"{notebook}.json").exists():
+        error = "it left no entry for the report: its last cell must call study.provenance()"
+    return Outcome(notebook, time.perf_counter() - started, peak / 2**20, error)
+
+
+def resident(process: psutil.Process) -> float:
+    """Bytes of a process and all that it started."""
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for p in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += p.memory_info().rss
+    return total
+
+
+def processor(process: psutil.Process) -> float:
+    """Seconds of processor that a process and all that it started have used; those that ended count as nothing."""
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for p in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = p.cpu_times()
+                total += times.user + times.system
+    return total
+
+
+def stop(process: psutil.Process) -> None:
+    """End a process and its children; nothing happens where it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = [*process.children(recursive=True), process]
+        for p in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                p.kill()
+
+
+def last_line(text: str) -> str:
+    """What a traceback ends with; papermill puts the cell's own error last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def clean(notebook: dict) -> None:
+    """Take out what changes with every execution: times, progress bars, widget state."""
+    notebook["metadata"] = {k: v for k, v in notebook["metadata"].items() if k in ("kernelspec", "language_info")}
+    for cell in notebook["cells"]:
+        cell["metadata"] = {k: v for k, v in cell["metadata"].items() if k == "tags"}
+        if cell["cell_type"] == "code":
+            cell["outputs"] = [o for o in cell["outputs"] if o.get("name") != "stderr"
+                               and "application/vnd.jupyter.widget-view+json" not in o.get("data", {})]
+
+
+def in_this_process(source: str, target: str, parameters: str, *flags: str) -> None:
+    """Execute one notebook by papermill, here: `execute` starts a process for it."""
+    import papermill
+
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "result.ipynb"
+        papermill.execute_notebook(source, result, json.loads(parameters), kernel_name="python3", progress_bar=False,
+                                   cwd=str(Path(source).parent), log_output=False)
+        notebook = nbformat.read(result, as_version=4)
+    clean(notebook)
+    nbformat.validate(notebook)
+    write_atomically(Path(target), nbformat.writes(notebook) + "\n")
+    if "--html" in flags:
+        from nbconvert import HTMLExporter
+
+        page, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook)
+        write_atomically(Path(target).with_suffix(".html"), page)
+
+
+CHECK, PARAMETERS = "nbval-check-output", "parameters"
+KERNEL = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+          "language_info": {"name": "python"}}
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def tagged(notebook: nbformat.NotebookNode, tag: str) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if tag in cell.metadata.get("tags", [])]
+
+
+def parameters(notebook: nbformat.NotebookNode) -> dict[str, object]:
+    """Names and defaults of the parameters cell."""
+    cells = tagged(notebook, PARAMETERS)
+    if len(cells) != 1:
+        raise UsageError(f"a notebook needs one cell tagged {PARAMETERS!r}, not {len(cells)}")
+    return {node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(cells[0].source).body
+            if isinstance(node, ast.Assign)}
+
+
+def store_checked(notebook: nbformat.NotebookNode) -> None:
+    """Keep the outputs of check cells, and nothing else that an execution leaves."""
+    notebook.metadata = nbformat.from_dict(KERNEL)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            tags = cell.metadata.get("tags", [])
+            cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+            if CHECK not in tags:
+                cell.outputs, cell.execution_count = [], None
+
+
+def restore(names: Sequence[str] = ()) -> int:
+    """Execute notebooks (all, unless named) with their default parameters, and store the outputs of their check cells.
+
+    nbval compares a cell's output only where the file has one, with an execution count.
+    """
+    from nbclient import NotebookClient
+
+    paths = {path.stem: path for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
+    for name in names or paths:
+        if name not in paths:
+            raise unknown("notebook", name, paths)
+        notebook = read(paths[name])
+        NotebookClient(notebook, timeout=1800, kernel_name="python3",
+                       resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+        store_checked(notebook)
+        nbformat.write(notebook, paths[name])
+        print(paths[name].name)
+    return 0
+
+
+if __name__ == "__main__":
+    in_this_process(*sys.argv[1:])

@@ -1,0 +1,151 @@
+"""figures/<profile>/index.html and claims.json, from the entries that the notebooks left there.
+
+One page, nothing fetched from elsewhere: pictures and styles are inside it. A picture that an entry names and the
+folder lacks is an error, not a gap. `python -m dpngd.report quick` writes the page again.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from dpngd.errors import Parser, UsageError, exit_code
+from dpngd.suite import claims, profiles, stats
+from dpngd.suite.params import published
+from dpngd.suite.store import ROOT, Store, write_atomically
+from dpngd.suite.study import NOTEBOOKS, commit
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def entries(folder: Path) -> dict[str, dict]:
+    """What each notebook left, in the notebooks' order."""
+    found = {}
+    for notebook in NOTEBOOKS:
+        path = folder / f"{notebook}.json"
+        if path.exists():
+            found[notebook] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def claim_rows(left: dict[str, dict]) -> list[dict[str, Any]]:
+    """Every claim, decided or not run: none is left out because its notebook was."""
+    decided = {row["id"]: row for entry in left.values() for row in entry["claims"]}
+    return [decided.get(c.id) or claims.decide(c, {}) for c in claims.CLAIMS]
+
+
+def check_files(left: dict[str, dict], folder: Path) -> None:
+    named = [file for entry in left.values() for figure in entry["figures"] for file in (figure["png"], figure["svg"])]
+    named += [table["csv"] for entry in left.values() for table in entry["tables"]]
+    missing = [name for name in named if not (folder / name).exists()]
+    if missing:
+        raise UsageError(f"{', '.join(missing)} missing from {folder.name}/: run run_all.py again")
+
+
+def write(profile: str, folder: Path) -> Path:
+    """The page and claims.json of what is in `folder`."""
+    left = entries(folder)
+    if not left:
+        raise UsageError(f"{folder.name}/ has no notebook's results: run run_all.py --profile {profile}")
+    check_files(left, folder)
+    rows = claim_rows(left)
+    settings = profiles.load(profile)
+    data = {"profile": profile, "about": settings.about, "commit": commit(), "paper": published()["paper"]["title"],
+            "claims": rows, "compute": compute(left, profile), "rules": (stats.__doc__ or "").split("\n\n")[2]}
+    write_atomically(folder / "claims.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    page = folder / "index.html"
+    write_atomically(page, render(data, left, folder, settings))
+    return page
+
+
+def compute(left: dict[str, dict], profile: str) -> dict[str, Any]:
+    """Runs, core hours and hardware; runs that two notebooks share are counted once."""
+    keys = {k for entry in left.values() for k in entry["compute"]["keys"]}
+    records = [r for r in Store(profile).records() if r["key"] in keys]
+    return {"runs": len(keys), "hours": round(sum(r["seconds"]["total"] for r in records) / 3600, 3),
+            "hardware": sorted({h for entry in left.values() for h in entry["compute"]["hardware"]}),
+            "largest_run_s": round(max((r["seconds"]["total"] for r in records), default=0.0), 1)}
+
+
+def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: profiles.Profile) -> str:
+    env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True,
+                             lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    papers = [row for row in data["claims"] if not row["question"]]
+    return env.get_template("report.html.j2").render(
+        **data, left=left, image=lambda name: picture(folder / name),
+        counts=tally(papers), total=len(papers),
+        deviations=yaml.safe_load((TEMPLATES / "deviations.yaml").read_text(encoding="utf-8")),
+        inconsistencies=published()["inconsistencies"], defaults=settings.settings["defaults"], seeds=settings.seeds,
+        device=settings.settings["cost"]["device"], heading=heading, css_class=lambda word: word.replace(" ", "-"),
+        answer=claims.answer, seeds_of=claims.seeds)
+
+
+def picture(path: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def heading(notebook: str) -> str:
+    """A notebook's title: the first line of its first cell."""
+    cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
+    return html.unescape("".join(cells[0]["source"]).splitlines()[0].lstrip("# "))
+
+
+def tally(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """How often each verdict was reached."""
+    words = [row["verdict"] for row in rows]
+    return [(word, words.count(word)) for word in stats.VERDICTS]
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """The claims of a claims.json for the README: their count, and a table with a claim of many parts in one line."""
+    said = []
+    for whose, asked in (("The paper's {} claims: {}.", False), ("{} questions of ours: {}.", True)):
+        part = [c for c in data["claims"] if bool(c["question"]) == asked]
+        said.append(whose.format(len(part), ", ".join(f"{n} {word}" for word, n in tally(part) if n)))
+    rows = [" ".join(said), "", "| claim | paper | ours | n | verdict | notebook |",
+            "| --- | --- | --- | --- | --- | --- |"]
+    for c in data["claims"]:
+        who = " (ours to ask)" if c["question"] else ""
+        cells = (c["sentence"] + who, f"{c['paper'] or '-'} ({c['place']})", c["brief"], claims.seeds(c),
+                 f"**{c['verdict']}**", c["notebook"][:2])
+        rows.append("| " + " | ".join("-" if x in (None, "") else str(x).replace("|", "/") for x in cells) + " |")
+    return "\n".join(rows)
+
+
+def put_into_readme(profile: str, table: str, path: Path = ROOT / "README.md") -> None:
+    """Replace the profile's table, which stands between two comments."""
+    text, marks = path.read_text(encoding="utf-8"), (f"<!-- claims:{profile} -->\n", "\n<!-- /claims -->")
+    before, found, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not found or not end:
+        raise UsageError(f"{path.name} has no place for it: put {marks[0].strip()} and {marks[1].strip()} into it")
+    write_atomically(path, before + marks[0] + table + marks[1] + after)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m dpngd.report", description="Draw a profile's page anew.")
+    parser.add_argument("profile")
+    parser.add_argument("--markdown", action="store_true", help="print its claims table instead, and write nothing")
+    parser.add_argument("--readme", action="store_true", help="put its claims table into README.md instead")
+    args = parser.parse_args(argv)
+    profiles.load(args.profile)
+    folder = ROOT / "figures" / args.profile
+    if args.markdown or args.readme:
+        path = folder / "claims.json"
+        if not path.exists():
+            raise UsageError(f"figures/{args.profile}/claims.json is missing: run run_all.py --profile {args.profile}")
+        table = markdown(json.loads(path.read_text(encoding="utf-8")))
+        put_into_readme(args.profile, table) if args.readme else print(table)
+    else:
+        print(write(args.profile, folder).relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_code(main))

@@ -1,0 +1,217 @@
+"""run_all.py: one sweep over the missing runs of all notebooks, then each notebook in a process of its own.
+
+The sweep comes first so that there is one progress bar, one pool of workers and no idle core; the notebooks then find
+their runs in the store. A failed run or notebook stops nothing else: failures are collected and decide the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dpngd import privacy
+from dpngd.errors import UsageError, unknown
+from dpngd.suite import profiles, report, sweep
+from dpngd.suite.execute import Outcome, execute
+from dpngd.suite.profiles import Profile
+from dpngd.suite.store import ROOT, Store
+from dpngd.suite.study import CHOICES, NOTEBOOKS, PARAMETERS, configs
+from dpngd.training.config import METHODS, RunConfig
+
+FIGURES = ROOT / "figures"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="run_all.py", description="Every table and figure of the paper, ours beside it.")
+    p.add_argument("--profile", default="quick", help=f"one of {', '.join(profiles.profile_names())} (default quick)")
+    p.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="some notebooks only, by name or number")
+    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs and notebooks at a time (default: the cores)")
+    p.add_argument("--train", action="store_true", help="train missing runs even where the profile ships results")
+    p.add_argument("--refresh", action="store_true", help="forget stored and shipped runs, and train all of them")
+    p.add_argument("--list", action="store_true", help="show runs, sigmas, steps and hours; train nothing")
+    p.add_argument("--export", action="store_true", help="ship the runs there are: write results/<profile>.jsonl")
+    p.add_argument("--html", action="store_true", help="also write each executed notebook as HTML")
+    p.add_argument("--timeout", type=float, default=1200.0, metavar="SECONDS", help="limit a notebook (default 1200)")
+    p.add_argument("-p", "--param", action="append", default=[], metavar="NAME=VALUE",
+                   help=f"a notebook parameter ({', '.join(CHOICES)}), as YAML; writes to figures/<profile>-custom/")
+    p.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # for tests
+    args = p.parse_args(argv)
+    args.profile = profiles.load(args.profile)
+    args.only = [notebook_name(name) for name in args.only] if args.only else list(NOTEBOOKS)
+    args.params = dict(map(parameter, args.param))
+    if args.jobs is None or args.jobs < 1:
+        raise UsageError(f"--jobs is {args.jobs}: it must be at least 1")
+    if not args.timeout > 0:
+        raise UsageError(f"--timeout is {args.timeout:g}: it must be above 0 seconds")
+    if args.output is None:
+        args.output = FIGURES / (args.profile.name + ("-custom" if args.params else ""))
+    return args
+
+
+def notebook_name(name: str) -> str:
+    """The notebook of this name, or of this number (01, 1)."""
+    stem = name.removesuffix(".ipynb").removeprefix("notebooks/")
+    found = [n for n in NOTEBOOKS if n == stem or (stem.isdigit() and n.startswith(f"{int(stem):02d}_"))]
+    if not found:
+        raise unknown("notebook", name, NOTEBOOKS)
+    return found[0]
+
+
+def parameter(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise UsageError(f"--param {text!r}: write it as name=value, for example epsilons=[2,4]")
+    if name not in PARAMETERS:
+        raise unknown("parameter", name, CHOICES)
+    if name not in CHOICES:
+        raise UsageError(f"--param {name}: run_all has an option for it")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise UsageError(f"--param {text!r}: its value is not YAML") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    wanted = {name: configs(name, args.profile, **args.params) for name in args.only}
+    if args.list:
+        print(listing(args.profile, wanted, Store(args.profile.name)))
+        return 0
+    if args.export:
+        print(export(args.profile, Store(args.profile.name)))
+        return 0
+    started = time.perf_counter()
+    store = prepare_store(args)
+    train = args.train or args.refresh or not store.shipped_path.exists()
+    failures = train_missing(wanted, store, args.jobs) if train else []
+    outcomes = run_notebooks(args)
+    failures += [f"{o.notebook}: {o.error}" for o in outcomes if o.error]
+    try:
+        page = report.write(args.profile.name, args.output)
+    except UsageError as error:
+        failures.append(f"report: {error}")
+        page = None
+    print(table(outcomes, args.output))
+    print(f"\n{len(outcomes)} notebooks in {(time.perf_counter() - started) / 60:.1f} minutes"
+          + (f"; report: {shown(page)}" if page else ""))
+    for failure in failures:
+        print(f"FAILED {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def export(profile: profiles.Profile, store: Store) -> str:
+    """Write results/<profile>.jsonl: the runs that the profile asks for now. Those of an earlier choice are dropped."""
+    wanted = {c.key(): c for c in profile.all_configs()}
+    found = [key for key, c in wanted.items() if store.get(c) is not None]
+    if not found:
+        raise UsageError(f"{profile.name} has no runs to ship: train some, run_all.py --profile {profile.name} --train")
+    store.export(found)
+    return f"results/{store.shipped_path.name}: {len(found)} of {len(wanted)} runs"
+
+
+def prepare_store(args: argparse.Namespace) -> Store:
+    store = Store(args.profile.name, read_shipped=False if args.refresh else None)
+    if args.refresh:
+        os.environ["DPNGD_REFRESH"] = "1"  # for the notebooks' processes
+        store.clear()
+    return store
+
+
+def train_missing(wanted: dict[str, dict[str, list[RunConfig]]], store: Store, jobs: int) -> list[str]:
+    """Train what the notebooks will ask for; the failures, in words."""
+    runs = {c.key(): c for groups in wanted.values() for group in groups.values() for c in group}
+    try:
+        sweep.ensure(runs.values(), store=store, jobs=jobs)
+    except sweep.SweepError as error:
+        return str(error).splitlines()
+    return []
+
+
+def run_notebooks(args: argparse.Namespace) -> list[Outcome]:
+    """Each in its own process, `jobs` at a time. They train nothing: what the sweep left missing failed, or is not to
+    be trained."""
+    parameters = {"profile": args.profile.name, "train": False, "jobs": 1, **args.params}
+    with ThreadPoolExecutor(min(args.jobs, 4)) as pool:
+        return list(pool.map(lambda name: execute(name, parameters, args.output, timeout=args.timeout, html=args.html),
+                             args.only))
+
+
+def table(outcomes: list[Outcome], folder: Path) -> str:
+    """Time, peak memory and verdicts a notebook."""
+    lines = [f"{'notebook':32}{'seconds':>9}{'peak MB':>9}{'runs':>6}  verdicts"]
+    for o in outcomes:
+        entry = {}
+        if not o.error:
+            entry = json.loads((folder / f"{o.notebook}.json").read_text(encoding="utf-8"))
+        words = [c["verdict"] for c in entry.get("claims", [])]
+        said = ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words)) or f"failed: {o.error}"
+        runs = entry.get("compute", {}).get("runs", "-")
+        lines.append(f"{o.notebook:32}{o.seconds:9.1f}{o.peak_mb:9.0f}{runs!s:>6}  {said}")
+    return "\n".join(lines)
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+# ---- `run_all.py --list`: what a profile would run, before anything is trained.
+
+Wanted = dict[str, dict[str, list[RunConfig]]]
+
+
+def listing(profile: Profile, wanted: Wanted, store: Store) -> str:
+    """Runs by notebook; then every kind of run with its noise, steps and expected hours."""
+    runs = {c.key(): c for groups in wanted.values() for group in groups.values() for c in group}
+    done = {key for key, c in runs.items() if store.get(c) is not None}
+    lines = [f"profile {profile.name}: {profile.about}", "",
+             f"{'notebook':32}{'artifact':22}{'runs':>6}{'stored':>8}{'hours':>10}"]
+    counted: set[str] = set()
+    for notebook, groups in wanted.items():
+        for artifact, group in groups.items():
+            keys = {c.key() for c in group}
+            new = keys - counted
+            counted |= keys
+            hours = sum(profile.seconds(runs[k]) for k in new) / 3600
+            shared = f"  ({len(keys) - len(new)} shared with rows above)" if len(new) < len(keys) else ""
+            lines.append(f"{notebook:32}{artifact:22}{len(keys):6}{len(keys & done):8}{spell(hours):>10}{shared}")
+        if not groups:
+            lines.append(f"{notebook:32}{'(no training)':22}{0:6}{0:8}{0:10.2f}")
+    lines += ["", f"{'method':22}{'data':10}{'model':11}{'eps':>5}{'T':>7}{'B':>6}{'q':>9}{'sigma':>9}{'runs':>6}"
+                  f"{'hours':>10}"]
+    kinds: dict[tuple, list[RunConfig]] = defaultdict(list)
+    for c in runs.values():
+        kinds[c.data, c.epsilon, c.T, c.method, c.model, c.B, c.validation].append(c)
+    for (data, epsilon, T, method, model, B, _), group in sorted(kinds.items(), key=lambda kv: str(kv[0][:2]) + str(
+            kv[0][2]).zfill(9)):
+        hours = sum(map(profile.seconds, group)) / 3600
+        q, sigma = noise(group[0])
+        lines.append(f"{method:22}{data:10}{model:11}{epsilon:5g}{T:7}{B:6}{q:9.5f}{sigma:>9}{len(group):6}{spell(hours):>10}")
+    total = sum(map(profile.seconds, runs.values())) / 3600
+    left = sum(profile.seconds(c) for k, c in runs.items() if k not in done) / 3600
+    steps = sum(c.T for c in runs.values())
+    lines += ["", f"{len(runs)} runs, {steps:,} steps, {spell(total)} hours on {profile.settings['cost']['device']} "
+                  f"(estimated); {len(done)} stored, {spell(left)} hours left"]
+    return "\n".join(lines)
+
+
+def spell(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+
+
+def noise(config: RunConfig) -> tuple[float, str]:
+    """q, and sigma of the gradients: of the run's whole budget, or of the part that private curvature leaves."""
+    n = config.N - round(config.N * config.validation)
+    budget = privacy.Budget(config.epsilon, config.delta)
+    if "curvature_C" in METHODS[config.method].uses:
+        budget = privacy.split(*budget, float(config.method.rsplit("-", 1)[1]) / 100)[1]
+    q = config.B / n
+    return q, f"{privacy.calibrate(*budget, q, config.T, N=n):.3f}"

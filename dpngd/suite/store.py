@@ -1,0 +1,277 @@
+"""The result store: one record a run, under the key of its config.
+
+    results/<profile>.jsonl        shipped records, one a line, read first
+    .store/<profile>/<key>.json    records computed here (the root is DPNGD_STORE, where that is set)
+    .store/<profile>/<key>.lock    held by the process that is computing the run
+
+An entry is the record as plain JSON with a checksum of itself. Entries are written whole or not at all, so
+a process may be killed at any moment; one that was damaged afterwards is named, counts as missing, and is set
+aside as <key>.json.damaged when its run has been computed again. The lock is the kernel's: it is free as soon
+as its process has ended, however it ended; nobody has to guess whether the owner of an old lock still lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import numbers
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dpngd.errors import UsageError
+from dpngd.training.config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+STATUSES = ("ok", "diverged")
+log = logging.getLogger("dpngd.store")
+
+
+class Damaged(Exception):
+    """An entry that cannot be trusted, and why."""
+
+
+class Store:
+    """The records of one profile. Cheap to make and to send away; several may share a folder."""
+
+    def __init__(
+        self,
+        profile: str = "common",
+        *,
+        root: Path | str | None = None,
+        results: Path | str | None = None,
+        read_shipped: bool | None = None,
+    ):
+        """`root` and `results` stand for .store/ and results/. With `read_shipped=False`, or DPNGD_REFRESH=1
+        in the environment, shipped records are not read, so that they are computed anew."""
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", profile):
+            raise UsageError(f"profile {profile!r}: a name of lower-case letters, digits, - and _")
+        if read_shipped is None:
+            read_shipped = os.environ.get("DPNGD_REFRESH", "") in ("", "0")
+        self.profile = profile
+        self.read_shipped = read_shipped
+        self.folder = Path(root or os.environ.get("DPNGD_STORE") or ROOT / ".store").absolute() / profile
+        self.shipped_path = Path(results or ROOT / "results").absolute() / f"{profile}.jsonl"
+        self.damaged: dict[str, str] = {}  # what this process found damaged: place -> reason
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "shipped"}  # not worth sending
+
+    @cached_property
+    def shipped(self) -> dict[str, dict]:
+        """The shipped records by key. A damaged line is named and skipped."""
+        return self._read_shipped() if self.read_shipped else {}
+
+    def _read_shipped(self) -> dict[str, dict]:
+        records: dict[str, dict] = {}
+        if not self.shipped_path.exists():
+            return records
+        # Not splitlines: it would also cut at separators that a JSON text may hold.
+        for number, line in enumerate(self.shipped_path.read_text(encoding="utf-8").split("\n"), start=1):
+            if not line:
+                continue
+            try:
+                record = decode(line)
+            except Damaged as error:
+                self._report(f"{self.shipped_path.name} line {number}", str(error))
+            else:
+                records[record["key"]] = record
+        return records
+
+    def get(self, config: RunConfig) -> dict | None:
+        """The record of a run, or None where there is none that can be trusted."""
+        key = config.key()
+        for place, record in ((self.shipped_path.name, self.shipped.get(key)), self._local(key)):
+            if record is None:
+                continue
+            if record["config"] == config.canonical():
+                return record
+            self._report(place, f"the config of {key} is another run's")
+        return None
+
+    def _local(self, key: str) -> tuple[str, dict | None]:
+        path = self.path(key)
+        try:
+            record = decode(path.read_text(encoding="utf-8", errors="replace"))
+            if record["key"] != key:
+                raise Damaged(f"it holds the record of {record['key']}")
+        except FileNotFoundError:
+            return path.name, None
+        except Damaged as error:
+            self._report(path.name, str(error))
+            return path.name, None
+        return path.name, record
+
+    def put(self, config: RunConfig, record: Mapping[str, Any]) -> dict:
+        """Store a run's record; returns it as it will be read. A damaged entry in its place is set aside."""
+        key, canonical = config.key(), config.canonical()
+        record = plain({"config": canonical, "key": key, **record}, "record")
+        if (record["key"], record["config"]) != (key, canonical):
+            raise UsageError(f"the record of {config.label()} carries the config of another run")
+        if record.get("status") not in STATUSES:
+            raise UsageError(f"record status {record.get('status')!r}: must be {' or '.join(STATUSES)}")
+        path = self.path(key)
+        if path.exists() and self._local(key)[1] is None:
+            os.replace(path, path.with_name(path.name + ".damaged"))
+        write_atomically(path, encode(record) + "\n")
+        return record
+
+    def path(self, key: str) -> Path:
+        """Where the record of a run computed here lies."""
+        return self.folder / f"{key}.json"
+
+    def records(self) -> list[dict]:
+        """Every record there is, one computed here before a shipped one, sorted by config (never by time)."""
+        found = self._read_shipped()
+        for path in self.folder.glob("*.json"):
+            record = self._local(path.stem)[1]
+            if record is not None:
+                found[record["key"]] = record
+        return sorted(found.values(), key=_order)
+
+    def export(self, keys: Iterable[str] | None = None) -> Path:
+        """Write results/<profile>.jsonl: all records, or those of `keys`, sorted so that diffs stay small."""
+        wanted = None if keys is None else set(keys)
+        lines = [encode(r) for r in self.records() if wanted is None or r["key"] in wanted]
+        write_atomically(self.shipped_path, "".join(line + "\n" for line in lines))
+        self.__dict__.pop("shipped", None)
+        return self.shipped_path
+
+    def clear(self) -> int:
+        """Forget the records computed here (not the shipped ones); how many there were."""
+        paths = list(self.folder.glob("*.json"))
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return len(paths)
+
+    @contextlib.contextmanager
+    def claim(self, key: str) -> Iterator[bool]:
+        """Hold the right to compute a run: True inside the block, or False where another process has it."""
+        handle = self._lock(key)
+        try:
+            yield handle is not None
+        finally:
+            if handle is not None:
+                # Removed while held, so that whoever has opened it finds out in `_lock` that it is gone.
+                self._lock_path(key).unlink(missing_ok=True)
+                os.close(handle)
+
+    def claimed(self, key: str) -> bool:
+        """Whether some process is computing the run now."""
+        if not self._lock_path(key).exists():
+            return False
+        with self.claim(key) as mine:
+            return not mine
+
+    def _lock_path(self, key: str) -> Path:
+        return self.folder / f"{key}.lock"
+
+    def _lock(self, key: str) -> int | None:
+        """An open, locked handle of the lock file, or None where another process holds it."""
+        path = self._lock_path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.stat().st_ino == os.fstat(handle).st_ino:
+                    os.truncate(handle, 0)
+                    os.write(handle, f"{os.getpid()}\n".encode())  # for people who wonder; nothing reads it
+                    return handle
+            except BlockingIOError:
+                os.close(handle)
+                return None
+            except FileNotFoundError:
+                pass  # its holder removed it between our open and our lock: once more
+            os.close(handle)
+
+    def tidy(self, older_than: float = 3600.0) -> None:
+        """Remove the unfinished temporary files of processes that were killed."""
+        for path in self.folder.glob(".tmp-*"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > older_than:
+                    path.unlink()
+
+    def _report(self, place: str, reason: str) -> None:
+        if place not in self.damaged:
+            log.warning("damaged entry %s: %s; its run counts as missing", place, reason)
+        self.damaged[place] = reason
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """One line of JSON: the record and the checksum of the rest of the line."""
+    body = {k: v for k, v in record.items() if k != "checksum"}
+    return _json({**body, "checksum": _checksum(body)})
+
+
+def decode(line: str) -> dict:
+    """The record in a line, without its checksum; raises Damaged."""
+    try:
+        record = json.loads(line)
+        checksum = record.pop("checksum")
+        complete = isinstance(record["key"], str) and isinstance(record["config"], dict)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Damaged("not a whole record") from None
+    if not complete or record.get("status") not in STATUSES:
+        raise Damaged("key, config or status is wrong")
+    if checksum != _checksum(record):
+        raise Damaged("its checksum differs")
+    return record
+
+
+def plain(value: Any, where: str) -> Any:
+    """A value as JSON can hold it: numpy scalars become numbers, tuples lists, NaN and infinities None."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): plain(v, f"{where}.{k}") for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    raise UsageError(f"{where} is a {type(value).__name__}, which no record can hold")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader, a crash or a power cut sees the old or the new one, no third."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name itself is data of the folder
+    finally:
+        os.close(folder)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, allow_nan=False, ensure_ascii=False)
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_json(body).encode()).hexdigest()[:16]
+
+
+def _order(record: dict) -> tuple:
+    config = record["config"]
+    return (*(config.get(name, 0) for name in ("data", "method", "epsilon", "T", "seed")), record["key"])

@@ -1,0 +1,186 @@
+"""What the notebooks call: a Study asks for the runs of a notebook, computes the missing ones, and keeps what it shows.
+
+    study = Study("01_utility_table", profile)
+    study.describe()                     # what will be asked for: the same words on every machine
+    study.run()                          # trains only what the store does not have
+    study.table(...), study.figure(...)  # shown, and saved where DPNGD_FIGURES names a folder (run_all.py does)
+    study.verdicts(), study.check(), study.provenance()
+
+Exploring in Jupyter saves nothing, so it never overwrites the figures of a profile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from IPython.display import HTML, Image, Markdown, display
+from matplotlib.figure import Figure
+
+from dpngd.errors import unknown
+from dpngd.suite import claims, plots, profiles, stats, sweep
+from dpngd.suite.rules import Theory
+from dpngd.suite.runs import Runs
+from dpngd.suite.store import ROOT, Store, write_atomically
+from dpngd.training import record
+from dpngd.training.config import RunConfig
+
+NOTEBOOKS: dict[str, tuple[str, ...]] = {
+    "00_geometry": (),
+    "01_utility_table": ("utility_table", "networks", "networks_half"),
+    "02_convergence_curves": ("convergence", "fraction"),
+    "03_public_sample_efficiency": ("sample_efficiency", "pretraining", "sources"),
+    "04_ablations": ("ablation_decoupling", "ablation_clipping", "ablation_floor", "ablation_ours", "rates", "releases",
+                     "open_choices"),
+    "05_wallclock_overhead": ("overhead",),
+    "06_hyperparameter_robustness": ("robustness", "rates", "tuning", "tuning_networks"),
+}
+"""The notebooks, and the artifacts of the profile that each shows."""
+
+CHOICES = ("methods", "datasets", "epsilons", "seeds")
+PARAMETERS = ("profile", *CHOICES, "train", "jobs")
+BENCH = ROOT / "results" / "bench.json"
+
+
+def configs(notebook: str, profile: profiles.Profile, **choices: Any) -> dict[str, list[RunConfig]]:
+    """The runs of a notebook by artifact. Tuning trials are always the profile's: fewer would not be a fair search."""
+    if notebook not in NOTEBOOKS:
+        raise unknown("notebook", notebook, NOTEBOOKS)
+    return {a: profile.configs(a, **({} if a in profiles.SEARCHES else choices)) for a in NOTEBOOKS[notebook]
+            if a in profile.artifacts}
+
+
+class Study:
+    """One notebook under one profile, with the reader's choices (None: the profile's)."""
+
+    def __init__(self, notebook: str, profile: str = "quick", *, methods: Sequence[str] | None = None,
+                 datasets: Sequence[str] | None = None, epsilons: Sequence[float] | None = None,
+                 seeds: Sequence[int] | None = None, train: bool = True, jobs: int | None = None):
+        self.notebook, self.profile, self.train = notebook, profiles.load(profile), train
+        self.choices = {"methods": methods, "datasets": datasets, "epsilons": epsilons, "seeds": seeds}
+        self.configs = configs(notebook, self.profile, **self.choices)
+        self.jobs = jobs or int(os.environ.get("DPNGD_JOBS") or os.cpu_count() or 1)
+        self.store = Store(self.profile.name)
+        self.runs: dict[str, Runs] = {}
+        self.theory: Theory | None = None
+        self.shown: dict[str, list[dict]] = {"figures": [], "tables": []}
+        out = os.environ.get("DPNGD_FIGURES")
+        self.out = Path(out) if out else None
+
+    def describe(self) -> None:
+        """What the notebook asks for, in words that do not depend on the machine."""
+        print(f"profile {self.profile.name}: {self.profile.about}")
+        for artifact, wanted in self.configs.items():
+            runs = Runs(wanted, {})
+            cells = ", ".join(f"{d} ε={e:g}" for d, e in runs.cells())
+            print(f"{artifact}: {len(wanted)} runs; {', '.join(runs.methods())}; {cells}; "
+                  f"seeds {', '.join(map(str, runs.values('seed')))}")
+
+    def run(self) -> None:
+        """Train what is missing (or, with train=False, take what there is)."""
+        wanted = list({c.key(): c for group in self.configs.values() for c in group}.values())
+        missing = sum(self.store.get(c) is None for c in wanted)
+        print(f"{len(wanted)} runs, {missing} of them missing" + ("" if self.train or not missing else ": not trained"))
+        if self.train and missing:
+            sweep.ensure(wanted, store=self.store, jobs=self.jobs)
+        self.runs = {a: Runs.of(group, map(self.store.get, group)) for a, group in self.configs.items()}
+
+    def measure(self) -> Theory:
+        """What the paper proves, measured (notebook 00)."""
+        from dpngd.suite.theory import measure  # late: the other notebooks redraw without torch
+
+        choices = {k: v for k, v in self.choices.items() if k != "seeds"}
+        self.theory = measure(self.profile, **choices)
+        return self.theory
+
+    def table(self, table: pd.DataFrame, name: str, caption: str, data: pd.DataFrame | None = None) -> None:
+        """Show a table; `data` are the full numbers behind it, saved as CSV."""
+        display(HTML(f"<p><b>{caption}</b></p>" + table.to_html(index=False, border=0)))
+        if self.out:
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.out / f"{name}.csv", (table if data is None else data).to_csv(index=False))
+        self.shown["tables"].append({"name": name, "caption": caption, "columns": list(table.columns),
+                                     "rows": table.astype(str).to_numpy().tolist(), "csv": f"{name}.csv"})
+
+    def figure(self, figure: Figure, name: str, caption: str) -> None:
+        """Show a figure with its stamp."""
+        plots.stamp(figure, self.stamp())
+        picture = plots.png(figure)
+        display(Image(picture, alt=caption))
+        if self.out:
+            plots.save(figure, self.out, name, picture)
+        self.shown["figures"].append({"name": name, "caption": caption, "png": f"{name}.png", "svg": f"{name}.svg"})
+
+    def stamp(self) -> str:
+        return f"dpngd, profile {self.profile.name}, commit {commit()}"
+
+    def decided(self) -> list[dict[str, Any]]:
+        """The rows of this notebook's claims."""
+        sources: dict[str, Any] = dict(self.runs)
+        if self.theory is not None:
+            sources["theory"] = self.theory
+        if (report := bench_report()) is not None:
+            sources["bench"] = report
+        return [claims.decide(claim, sources) for claim in claims.of_notebook(self.notebook)]
+
+    def verdicts(self) -> None:
+        """Paper against ours."""
+        rows = [{"claim": r["sentence"], "paper": r["paper"] or "not in the paper", "ours": r["ours"],
+                 "n": claims.seeds(r), "verdict": r["verdict"]} for r in self.decided()]
+        with pd.option_context("display.max_colwidth", None):
+            display(HTML(pd.DataFrame(rows).to_html(index=False, border=0)))
+
+    def answers(self) -> None:
+        """What the paper does not answer: a paragraph each."""
+        for row in self.decided():
+            if row["question"]:
+                display(Markdown(f"**{row['question']}** {claims.answer(row)}"))
+
+    def check(self) -> None:
+        """The verdicts as plain words: what nbval compares. Where another machine's rounding, or its clock, could turn
+        the verdict of a few small runs, it says only that there is one."""
+        for claim, row in zip(claims.of_notebook(self.notebook), self.decided(), strict=True):
+            print(f"{row['id']}: {row['verdict'] if claim.steady or row['verdict'] == stats.NOT_RUN else 'decided'}")
+
+    def provenance(self) -> None:
+        """Where the numbers come from; also the notebook's entry for the report."""
+        records = {r["key"]: r for runs in self.runs.values() for r in runs.records}.values()
+        seconds = sum(r["seconds"]["total"] for r in records)
+        commits = sorted({r["where"].get("commit", "unknown") for r in records})
+        print(f"{self.stamp()}; {len(records)} runs, {seconds / 60:.1f} minutes of one core; trained at "
+              f"{', '.join(commits) or 'nothing trained'}")
+        if self.out:
+            entry = {"notebook": self.notebook, "profile": self.profile.name, "claims": self.decided(), **self.shown,
+                     "compute": {"runs": len(records), "seconds": round(seconds, 1),
+                                 "keys": sorted(r["key"] for r in records),
+                                 "hardware": sorted({hardware(r["where"]) for r in records})}, "commit": commit()}
+            write_atomically(self.out / f"{self.notebook}.json", json.dumps(entry, indent=1, ensure_ascii=False) + "\n")
+
+
+def hardware(where: Mapping[str, Any]) -> str:
+    device = where.get("device", "cpu")
+    return where.get("cpu", "unknown") if device == "cpu" else device
+
+
+def commit() -> str:
+    return record.commit()
+
+
+def bench_report() -> dict[str, Any] | None:
+    """What `python -m dpngd.bench --json > results/bench.json` left; None where that was not run."""
+    return json.loads(BENCH.read_text(encoding="utf-8")) if BENCH.exists() else None
+
+
+def bench_table() -> pd.DataFrame | None:
+    """That report as a table."""
+    report = bench_report()
+    if report is None:
+        return None
+    return pd.DataFrame([{"network": m, "batch": r["batch"], "contender": c, "seconds a step": round(row["median"], 3),
+                          "over DP-SGD": round(row["median"] / r["contenders"]["dp-sgd"]["median"], 2)}
+                         for m, r in report["models"].items() for c, row in r["contenders"].items()
+                         if "dp-sgd" in r["contenders"]])

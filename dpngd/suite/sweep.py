@@ -1,0 +1,141 @@
+"""Many runs: compute those that are missing, in parallel, and lose none of the others when one fails.
+
+    records = ensure(configs, store=Store("quick"), jobs=2)
+
+A task claims a run in the store, computes it and stores it; only then is it done. So a sweep that was ended
+by Ctrl-C or by kill -9 goes on where it was when started again, and two sweeps over the same runs share them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tqdm import tqdm
+
+from dpngd.errors import UsageError
+from dpngd.suite.executors import Executor, Inline, Outcome, Outcomes, Processes, Task
+from dpngd.suite.store import Store
+from dpngd.training.config import RunConfig
+
+Run = Callable[[RunConfig], Any]
+POLL = 0.5  # seconds between two looks at a run that another process is computing
+
+
+class SweepError(RuntimeError):
+    """Some runs failed; all others are stored. `failures` has each failed config with its outcome."""
+
+    def __init__(self, failures: Sequence[tuple[RunConfig, Outcome]], total: int):
+        self.failures = list(failures)
+        causes: dict[str, list[RunConfig]] = defaultdict(list)
+        for config, outcome in failures:
+            causes[outcome.error].append(config)
+        lines = [f"{len(failures)} of {total} runs failed, the others are stored:"]
+        for error, configs in causes.items():
+            more = f" and {len(configs) - 1} more" if len(configs) > 1 else ""
+            lines.append(f"  {configs[0].label()}{more}: {error}")
+        super().__init__("\n".join(lines))
+
+
+def ensure(
+    configs: Iterable[RunConfig],
+    *,
+    store: Store,
+    jobs: int = 2,
+    run: Run | None = None,
+    executor: Executor | None = None,
+) -> list[dict]:
+    """The records of `configs`, in their order, after computing the missing ones.
+
+    `run` is `dpngd.train.run` unless given. With one job the runs are computed in this process, with more in
+    workers of one thread each, or else wherever `executor` puts them. Raises SweepError at the very end.
+    """
+    if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
+        raise UsageError(f"jobs = {jobs!r}: must be a whole number from 1")
+    configs = list(configs)
+    unique = {c.key(): c for c in configs}
+    records = {key: store.get(config) for key, config in unique.items()}
+    missing = in_turns([config for key, config in unique.items() if records[key] is None])
+    if missing:
+        _compute(missing, store, run, executor or (Inline() if jobs == 1 else Processes(jobs)))
+        for config in missing:
+            records[config.key()] = store.get(config)
+            if records[config.key()] is None:
+                raise RuntimeError(f"{config.label()} was computed but its record cannot be read")
+    return [records[c.key()] for c in configs]
+
+
+def in_turns(configs: Iterable[RunConfig]) -> list[RunConfig]:
+    """The methods in turns, each with its runs in their order: what is compared is then run side by side, so that their
+    seconds meet the same machine and the same hour of it."""
+    turns: dict[str, int] = defaultdict(int)
+    numbered = []
+    for config in configs:
+        numbered.append((turns[config.method], config))
+        turns[config.method] += 1
+    return [config for _, config in sorted(numbered, key=lambda pair: pair[0])]
+
+
+def _compute(missing: list[RunConfig], store: Store, run: Run | None, executor: Executor) -> None:
+    if getattr(run, "__module__", None) == "__main__" and not isinstance(executor, Inline):
+        raise UsageError(
+            "a run function of a notebook or script cannot be sent to workers: put it in a module"
+        )
+    store.tidy()
+    task, failures = partial(work, run=run, store=store), []
+    with tqdm(total=len(missing), desc="runs", unit="run", file=sys.stderr, smoothing=0.1) as bar:
+        for config, outcome in _until_done(task, missing, store, executor, bar):
+            if outcome.status == "failed":
+                failures.append((config, outcome))
+                bar.set_postfix(failed=len(failures))
+            bar.update()
+    if failures:
+        raise SweepError(failures, len(missing))
+
+
+def _until_done(
+    task: Task, configs: list[RunConfig], store: Store, executor: Executor, bar: tqdm
+) -> Outcomes:
+    """All outcomes. Runs that another process has are looked at again until it has stored or dropped them."""
+    while configs:
+        waiting = []
+        with contextlib.closing(executor.run(task, configs)) as outcomes:
+            for config, outcome in outcomes:
+                if outcome.status == "busy":
+                    waiting.append(config)
+                else:
+                    yield config, outcome
+        configs = []
+        while waiting and not configs:
+            bar.set_postfix_str(f"{len(waiting)} in another process")
+            time.sleep(POLL)
+            configs = [config for config in waiting if not store.claimed(config.key())]
+        configs += [config for config in waiting if config not in configs]
+
+
+def work(config: RunConfig, *, run: Run | None, store: Store) -> Outcome:
+    """The task of one run: claim it, compute it, store it, in that order, wherever it runs."""
+    try:
+        with store.claim(config.key()) as mine:
+            if not mine:
+                return Outcome("busy")
+            if store.get(config) is None:  # another process may have been faster
+                if run is None:
+                    from dpngd.training.train import run  # late: redrawing from stored runs needs no torch
+                record = run(config)
+                if dataclasses.is_dataclass(record) and not isinstance(record, type):
+                    record = dataclasses.asdict(record)
+                if not isinstance(record, Mapping):
+                    raise UsageError(f"run returned a {type(record).__name__}, not a record")
+                store.put(config, record)
+        return Outcome("stored")
+    except Exception as error:
+        line = next(iter(str(error).splitlines()), "")
+        return Outcome("failed", f"{type(error).__name__}: {line}", traceback.format_exc())

@@ -1,0 +1,208 @@
+"""What is written down along a run: seconds by phase, losses, diagnostics, and at the end its record."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpngd import privacy
+from dpngd.data import Private, Public
+from dpngd.gradients import Blocks, SampleGradients
+from dpngd.mechanism import GaussianMechanism, Geometry, Release
+from dpngd.methods.build import Method, Spend
+from dpngd.training.config import RunConfig
+from dpngd.training.recipe import to_float
+from dpngd.training.record import Record, where
+
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+class Clock:
+    """Seconds by phase. Phases may nest: the inner one's time is its own.
+
+    setup        data, calibration, start; at the end what was spent
+    curvature    what the method estimates before a step (F, moments, basis)
+    gradients    forward and backward passes, and per-sample gradients
+    whitening    norms ||L g_i||, L and R
+    evaluation   accuracy on the test part
+    rest         everything else: drawing batches, weighted sums, noise, updates
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._open = ["rest"]
+        self._since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._switch()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._open.pop()
+
+    def _switch(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+class TimedGeometry:
+    """A geometry whose norms and maps count as whitening."""
+
+    def __init__(self, geometry: Geometry, clock: Clock):
+        self.geometry, self.clock = geometry, clock
+
+    def __getattr__(self, name: str):
+        return getattr(self.geometry, name)
+
+    def sq_norms(self, g: SampleGradients) -> Tensor:
+        with self.clock.phase("whitening"):
+            return self.geometry.sq_norms(g)
+
+    def into(self, sums: list[Blocks]) -> list[Blocks]:
+        with self.clock.phase("whitening"):
+            return self.geometry.into(sums)
+
+    def back(self, releases: list[Blocks]) -> Blocks:
+        with self.clock.phase("whitening"):
+            return self.geometry.back(releases)
+
+
+def timed(gradients: Iterator[SampleGradients], clock: Clock) -> Iterator[SampleGradients]:
+    """The same gradients; the time until each is there counts as theirs."""
+    while True:
+        with clock.phase("gradients"):
+            g = next(gradients, None)
+        if g is None:
+            return
+        yield g
+
+
+class Log:
+    """What happens along a run."""
+
+    def __init__(self, config: RunConfig, model: nn.Module, method: Method):
+        self.config, self.model, self.method = config, model, method
+        self.status = "ok"
+        self.losses: list[float] = []
+        self.clipped: list[float] = []
+        self.weights = [self._weight_norm()]
+        self.nonfinite = 0
+        self.evaluations: list[dict] = []
+        self.along: list[dict] = []
+        self._marks = {round(config.T * (i + 1) / config.evals) for i in range(config.evals)}
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+    def step(self, release: Release) -> None:
+        """After the update: the loss before it, and whether the run can go on."""
+        self.losses.append(release.loss)
+        self.clipped.append(release.clipped)
+        self.nonfinite += release.nonfinite
+        self.weights.append(self._weight_norm())
+        no_loss = release.nonfinite > 0 and release.norms.shape[1] == 0  # an empty batch has none either, rightly
+        if no_loss or math.isinf(release.loss) or not math.isfinite(self.weights[-1]):
+            self.diverged()
+        if self.steps == 1 or self.due or self.status != "ok":
+            self._look(release)
+
+    def diverged(self) -> None:
+        self.status = "diverged"
+
+    @property
+    def due(self) -> bool:
+        """Whether the weights are to be evaluated now."""
+        return self.status == "ok" and self.steps in self._marks
+
+    def _look(self, release: Release) -> None:
+        """A row of diagnostics. The clip fraction is the mean since the last row, the others are of this step."""
+        since = self.along[-1]["step"] if self.along else 0
+        norms = release.norms.double()
+        levels = norms.new_tensor(QUANTILES)
+        self.along.append({
+            "step": self.steps, "clipped": mean(self.clipped[since:]), "weight_norm": finite(self.weights[-1]),
+            "norms": norms.quantile(levels, dim=1).mT.tolist() if norms.shape[1] else None,
+            **{name: finite(value) for name, value in self.method.diagnose().items()}})
+
+    def _weight_norm(self) -> float:
+        squares = [torch.linalg.vector_norm(p.detach(), dtype=torch.float64) ** 2 for p in self.model.parameters()]
+        return math.sqrt(float(sum(squares)))
+
+    def evaluate(self, x: Tensor, y: Tensor) -> None:
+        accuracy, loss = evaluate(self.model, x, y)
+        if not math.isfinite(loss):
+            self.diverged()
+        self.evaluations.append({"step": self.steps, "accuracy": accuracy, "loss": finite(loss)})
+
+    def record(self, private: Private, public: Public | None, spends: list[Spend], q: float, clock: Clock) -> Record:
+        config = self.config
+        with clock.phase("setup"):
+            spent = accounting(spends, self.method.mechanism, q, config)
+        return Record(
+            key=config.key(), config=config.canonical(), status=self.status, steps=self.steps,
+            accuracy=self.evaluations[-1]["accuracy"] if self.status == "ok" else None, evaluations=self.evaluations,
+            train_loss=[finite(x) for x in self.losses], evaluated_on=private.evaluated_on, privacy=spent,
+            diagnostics={
+                "clipped": mean(self.clipped), "nonfinite_samples": self.nonfinite, "norm_levels": list(QUANTILES),
+                "largest_loss": largest(self.losses), "largest_weight_norm": largest(self.weights),
+                "start_weight_norm": self.weights[0], "along": self.along},
+            data={"private": describe(private, len(private.x_train)),
+                  "public": None if public is None else describe(public, len(public.x))},
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            seconds={**clock.seconds, "total": sum(clock.seconds.values())}, where=where(),
+        )
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, x: Tensor, y: Tensor, size: int = 500) -> tuple[float, float]:
+    """Accuracy and mean loss on images x (uint8)."""
+    right, loss, device = 0.0, 0.0, next(model.parameters()).device
+    for part, target in zip(x.split(size), y.to(device).split(size), strict=True):
+        logits = model(to_float(part.to(device)))
+        right += float((logits.argmax(1) == target).sum())
+        loss += float(F.cross_entropy(logits, target, reduction="sum"))
+    return right / len(y), loss / len(y)
+
+
+def accounting(spends: list[Spend], mechanism: GaussianMechanism, q: float, config: RunConfig) -> dict:
+    """What all T steps spend, under both accountants: each part, and together by basic composition.
+
+    A run that diverged is counted in full. It stopped early, but when it stopped hung on what had been released.
+    """
+    parts = []
+    for s in spends:
+        spent = {f"epsilon_{a}": s.spent(q, config.T, a) for a in privacy.ACCOUNTANTS}
+        parts.append({"purpose": s.purpose, "sigma": s.sigma, "releases": s.releases(config.T), "delta": s.delta,
+                      "target": s.epsilon, **spent})
+    whole = {f"epsilon_{a}": sum(p[f"epsilon_{a}"] for p in parts) for a in privacy.ACCOUNTANTS}
+    return {"q": q, "T": config.T, "B": config.B, "delta": config.delta, "sigma": mechanism.sigma,
+            "sensitivity": list(mechanism.sensitivity), "noise_std": list(mechanism.noise_std), **whole, "parts": parts}
+
+
+def describe(data: Private | Public, N: int) -> dict:
+    return {"name": data.name, "N": N, "classes": data.classes, "source": data.source, "digest": data.digest}
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def largest(values: list[float]) -> float | None:
+    return max((v for v in values if math.isfinite(v)), default=None)
+
+
+def finite(value: float) -> float | None:
+    """JSON has no nan and no infinity."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,139 @@
+"""One run: `run(config) -> Record`, the only training loop. It reads like Algorithm 2 of the paper.
+
+`python -m dpngd.train --method dp-ngd --data digits --public photos --epsilon 2` does one from the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from dpngd.data import Private, Public, check_disjoint, load_private, load_public
+from dpngd.errors import UsageError
+from dpngd.gradients import MICRO_BATCH, PerSample
+from dpngd.methods.build import Setting, build, plan
+from dpngd.noise import stream
+from dpngd.training import models
+from dpngd.training.config import RunConfig
+from dpngd.training.log import Clock, Log, TimedGeometry, timed
+from dpngd.training.parallel import Workers
+from dpngd.training.pretrain import pretrained
+from dpngd.training.recipe import EMA, PoissonSampler, draw_views, take_views, to_float, views_of
+from dpngd.training.record import Record
+
+Progress = Callable[[int, float, Callable[[], float]], None]
+"""Called after each step: the number of steps done, the batch's loss, and a function that computes epsilon so far."""
+
+
+VIEWS_ON_GPU = 1024
+CPU = torch.device("cpu")
+
+
+def run(config: RunConfig, *, progress: Progress | None = None, views: int | None = None,
+        device: str | torch.device | None = None) -> Record:
+    """Train as the config says and report. The same config gives the same facts, bit for bit, on one machine.
+
+    `device` is a GPU where there is one. `views` is how many images are worked on at once: a matter of memory, not of
+    results. All random numbers are drawn on the CPU, so the device does not change them.
+    """
+    clock = Clock()
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    views = views or (MICRO_BATCH if device.type == "cpu" else VIEWS_ON_GPU)
+    with clock.phase("setup"):
+        check_views(config)
+        private, public = load(config)
+        batches = Batches(private, config, views, device)
+        q, N = batches.sampler.q, batches.sampler.N
+        spends = plan(config, q, N)  # before the model: an impossible budget is an error before anything is computed
+        images = None if public is None else to_float(public.x).to(device)
+        model = initial_model(config, private, public, images).to(device)
+        per_sample = PerSample(model, K=config.K)
+        workers = Workers(per_sample, torch.get_num_threads() if device.type == "cpu" else 1)
+        method = build(Setting(config, per_sample, spends, private.shape, images,
+                               Batches(private, config, views, device, purpose="curvature-").draw))
+        geometry, noise = TimedGeometry(method.geometry, clock), stream(config.seed, "noise")
+        ema, log = EMA(model, config.ema), Log(config, model, method)
+
+    for t in range(config.T):
+        try:
+            with clock.phase("curvature"):
+                method.prepare(t)  # Modules 1 and 2: the geometry is fixed before the batch is drawn
+        except FloatingPointError:  # its estimate overflows at these weights, or is nan
+            log.diverged()
+            break
+        gradients = timed(workers.gradients(batches.draw()), clock)
+        release = method.mechanism.release(gradients, geometry, per_sample.zeros(), noise)  # Module 3
+        per_sample.add_(release.direction, -config.eta)
+        ema.update()
+        log.step(release)
+        if progress:
+            progress(t + 1, release.loss, lambda steps=t + 1: sum(s.spent(q, steps) for s in spends))
+        if log.due:
+            with clock.phase("evaluation"), ema.averaged():
+                log.evaluate(private.x_test, private.y_test)
+        if log.status == "diverged":
+            break
+    return log.record(private, public, spends, q, clock)
+
+
+def check_views(config: RunConfig) -> None:
+    if config.augment and views_of(config.data) is None:
+        raise UsageError(f"augment is set, but {config.data} has no views that keep its labels: leave it out")
+
+
+def load(config: RunConfig) -> tuple[Private, Public | None]:
+    """The private and the public set of a run, checked to have no image in common."""
+    private = load_private(config.data, N=config.N, seed=config.seed, validation=config.validation)
+    if config.public is None:
+        return private, None
+    public = load_public(config.public, config.public_size, seed=config.seed, shape=private.shape)
+    check_disjoint(private, public)
+    return private, public
+
+
+def initial_model(config: RunConfig, private: Private, public: Public | None, images: Tensor | None) -> nn.Module:
+    """theta_0: random, or pre-trained on the public set for dp-sgd-pt."""
+    channels, size = private.shape[:2]
+    weights = stream(config.seed, "weights")
+    if config.method != "dp-sgd-pt":
+        return models.build(config.model, classes=private.classes, in_channels=channels, size=size, generator=weights)
+    return pretrained(config.model, x=images, y=public.y, public_classes=public.classes,
+                      classes=private.classes, steps=config.pt_steps, eta=config.pt_eta, weights=weights,
+                      order=stream(config.seed, "pretraining"))
+
+
+class Batches:
+    """Poisson batches of the private set, as micro-batches of K views a sample.
+
+    `purpose` names their random streams, so that every method takes its gradients from the very same batches.
+    """
+
+    def __init__(self, private: Private, config: RunConfig, views: int = MICRO_BATCH,
+                 device: torch.device = CPU, purpose: str = ""):
+        self.private, self.K, self.views, self.device = private, config.K, views, device
+        self.sampler = PoissonSampler(private.N, config.B, stream(config.seed, f"{purpose}sampling"))
+        self.augmentation = stream(config.seed, f"{purpose}augmentation")
+        self.rule = views_of(config.data) if config.augment else None
+
+    def draw(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """One batch: x (b*K, C, H, W) float, y (b,), a micro-batch at a time."""
+        rows = self.sampler.draw()
+        chosen = None
+        if self.rule is not None:  # drawn for the whole batch, so that the micro-batch size changes nothing
+            chosen = draw_views(len(rows), self.K, self.augmentation, pad=self.rule.pad, flip=self.rule.flip)
+        size = max(1, self.views // self.K)
+        for lo in range(0, len(rows), size):
+            part = rows[lo : lo + size]
+            x = self.private.x_train[part].to(self.device)
+            x = to_float(x) if chosen is None else take_views(x, chosen[lo * self.K : (lo + size) * self.K],
+                                                              pad=self.rule.pad)
+            yield x, self.private.y_train[part].to(self.device)
+
+
+if __name__ == "__main__":
+    from dpngd.errors import exit_code
+    from dpngd.training.command import train_main
+
+    raise SystemExit(exit_code(train_main))

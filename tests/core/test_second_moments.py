@@ -1,0 +1,43 @@
+"""The unfolding-free second moment of patches against unfolding."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpngd.layers.convolutions import ConvSpec
+from dpngd.layers.second_moments import keeps_size, patch_moment
+
+
+@pytest.mark.parametrize(("k", "C", "H", "W"), [(3, 5, 9, 7), (3, 1, 3, 4), (5, 3, 11, 12), (7, 2, 9, 8)])
+def test_equals_unfolding(k, C, H, W):
+    x = torch.randn(4, C, H, W, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
+    U = F.unfold(x, k, padding=k // 2).transpose(0, 1).flatten(1)
+    A, s = patch_moment(x, k)
+    torch.testing.assert_close(A, U @ U.mT)
+    torch.testing.assert_close(s, U.sum(1))
+
+
+@pytest.mark.parametrize("options", [
+    {"stride": 2}, {"padding": 0}, {"dilation": 2}, {"groups": 2}, {"kernel_size": (3, 5)}, {"kernel_size": 2},
+    {"kernel_size": 1, "padding": 0}])
+def test_other_convolutions_are_not_covered(options):
+    conv = nn.Conv2d(4, 4, **{"kernel_size": 3, "padding": 1, **options})
+    assert not keeps_size(conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("options", [
+    {"padding": 1}, {"padding": 1, "stride": 2}, {"padding": "same"}, {"padding": 1, "padding_mode": "reflect"},
+    {"padding": 0}])
+def test_a_layer_takes_the_right_way(options, bias):
+    conv = nn.Conv2d(3, 4, 3, bias=bias, **options).double()
+    x = torch.randn(2, 3, 18, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    H, W = conv(x).shape[2:]
+    A = ConvSpec(conv, bias).second_moment(x, H, W)
+    padding = 1 if options["padding"] == "same" else options["padding"]
+    mode = {"zeros": "constant"}.get(conv.padding_mode, conv.padding_mode)
+    U = F.unfold(F.pad(x, (padding,) * 4, mode=mode), 3, stride=conv.stride).transpose(0, 1).flatten(1)
+    if bias:
+        U = F.pad(U, (0, 0, 0, 1), value=1.0)
+    torch.testing.assert_close(A[0], U @ U.mT)

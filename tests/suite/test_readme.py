@@ -1,0 +1,54 @@
+"""What the README shows is run, not believed."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpngd.suite import profiles
+from dpngd.suite.report import markdown
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_opacus_example_runs_and_learns():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    accuracy, epsilon = map(float, re.fullmatch(r"accuracy (\S+) at epsilon (\S+)", done.stdout.strip()).groups())
+    assert accuracy > 0.75  # chance is 0.1
+    assert epsilon <= 4.0
+
+
+def test_the_commands_it_names_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert {"figures", "test"} <= set(re.findall(r"^ {4}make ([a-z]+)", README, re.M)) <= targets
+    for module in set(re.findall(r"python -m (dpngd[.\w]+\w)", README)):
+        done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
+        assert done.returncode == 0, (module, done.stderr)
+
+
+def test_the_number_of_the_papers_runs_is_counted():
+    (runs,) = re.findall(r"for the paper: ([\d,]+) runs", README)
+    assert int(runs.replace(",", "")) == len(profiles.load("paper").all_configs())
+
+
+def test_the_files_it_names_exist():
+    for path in re.findall(r"\]\(((?!http)[^)#]+)\)", README):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("profile", re.findall(r"<!-- claims:(\w+) -->", README))
+def test_the_claims_table_is_the_committed_report(profile):
+    """The README and figures/<profile>/claims.json are made together; a later `make figures` does not count."""
+    shown = subprocess.run(["git", "show", f"HEAD:figures/{profile}/claims.json"], cwd=ROOT, capture_output=True,
+                           text=True)
+    if shown.returncode:
+        assert not (ROOT / ".git").exists(), f"figures/{profile}/claims.json is not committed"
+        pytest.skip("not a git checkout: the committed report cannot be told from a newer one")
+    table = re.search(rf"<!-- claims:{profile} -->\n(.*?)\n<!-- /claims -->", README, re.S)[1]
+    assert table == markdown(json.loads(shown.stdout))

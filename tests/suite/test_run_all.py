@@ -1,0 +1,196 @@
+"""run_all: errors before work, each notebook in a process of its own, failures collected, one exit code."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import nbformat
+import pytest
+
+from dpngd.errors import UsageError
+from dpngd.suite import profiles, run, study
+from dpngd.suite.execute import KERNEL, clean, execute, read
+from dpngd.suite.store import ROOT, Store
+
+
+def notebook(folder, *sources):
+    """A notebook file whose cells are `sources`, after the suite's parameters."""
+    first = nbformat.v4.new_code_cell('profile = "quick"\ntrain = True', metadata={"tags": ["parameters"]})
+    cells = [first, *map(nbformat.v4.new_code_cell, sources)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL), folder / "x.ipynb")
+    return folder
+
+
+LEAVE = """import json, os, pathlib
+_ = pathlib.Path(os.environ["DPNGD_FIGURES"], "x.json").write_text(json.dumps(train))"""
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["--profile", "quik"], "unknown profile 'quik': did you mean 'quick'? valid are cpu, paper, quick"),
+    (["--only", "07"], "unknown notebook '07': "),
+    (["--only", "utility"], "valid are 00_geometry, 01_utility_table"),
+    (["--param", "epsilon=[1]"], "unknown parameter 'epsilon': did you mean 'epsilons'? valid are datasets, epsilons"),
+    (["--param", "epsilons"], "write it as name=value"),
+    (["--param", "train=false"], "run_all has an option for it"),
+    (["--param", "seeds=3"], "seeds = 3: give a list"),
+    (["--param", "methods=[dp-sdg]"], "unknown method 'dp-sdg': did you mean 'dp-sgd'?"),
+    (["--jobs", "0"], "--jobs is 0"),
+    (["--timeout", "0"], "--timeout is 0"),
+])
+def test_usage_errors_come_before_any_work(argv, message, monkeypatch):
+    monkeypatch.setattr(run, "train_missing", lambda *a: pytest.fail("trained"))
+    with pytest.raises(UsageError) as error:
+        run.main(argv)
+    assert message in str(error.value)
+
+
+def test_the_exit_code_of_a_usage_error_is_2():
+    done = subprocess.run([sys.executable, ROOT / "run_all.py", "--profile", "nope"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: unknown profile 'nope': valid are cpu, paper, quick\n"
+
+
+def test_notebooks_by_name_number_or_file():
+    for name in ("03", "3", "03_public_sample_efficiency", "notebooks/03_public_sample_efficiency.ipynb"):
+        assert run.notebook_name(name) == "03_public_sample_efficiency"
+
+
+def test_custom_parameters_do_not_overwrite_the_profiles_figures():
+    assert run.parse(["-p", "epsilons=[2]"]).output.name == "quick-custom"
+    assert run.parse([]).output == ROOT / "figures" / "quick"
+
+
+def test_a_notebook_runs_with_its_parameters_and_leaves_a_clean_copy(tmp_path):
+    source = notebook(tmp_path, "print(profile, train)", "import sys\nprint('bar', file=sys.stderr)", LEAVE)
+    out = tmp_path / "out"
+    outcome = execute("x", {"profile": "cpu", "train": False}, out, timeout=100, source=source)
+    assert outcome.error == ""
+    assert 20 < outcome.peak_mb < 2000
+    assert json.loads((out / "x.json").read_text()) is False
+    done = read(out / "x.ipynb")
+    said = [o.text for c in done.cells if c.cell_type == "code" for o in c.outputs]
+    assert said == ["cpu False\n"], "progress bars are not kept"
+    text = (out / "x.ipynb").read_text()
+    assert "start_time" not in text
+    assert "papermill" not in json.dumps(done.metadata)
+
+
+def test_a_failing_notebook_says_why(tmp_path):
+    outcome = execute("x", {}, tmp_path / "out", timeout=100, source=notebook(tmp_path, "raise KeyError('lost')"))
+    assert outcome.error == "KeyError: 'lost'"
+
+
+def test_a_notebook_that_hangs_is_ended(tmp_path):
+    outcome = execute("x", {}, tmp_path / "out", timeout=6, source=notebook(tmp_path, "import time; time.sleep(600)"))
+    assert "longer than the limit of 6 seconds" in outcome.error
+    assert outcome.seconds < 30
+
+
+def test_a_notebook_that_stands_still_is_started_again(tmp_path, monkeypatch, capsys):
+    """The first time it waits for ever, as after a lost message; the second time it does its work."""
+    monkeypatch.setattr("dpngd.suite.execute.STALL", 4.0)
+    flag = tmp_path / "been-here"
+    code = (f"import os, time, pathlib\nflag = pathlib.Path({str(flag)!r})\n"
+            "if not flag.exists():\n    flag.touch(); time.sleep(600)\n"
+            "pathlib.Path(os.environ['DPNGD_FIGURES'], 'x.json').write_text('{}')")
+    outcome = execute("x", {}, tmp_path / "out", timeout=100, source=notebook(tmp_path, code))
+    assert outcome.error == ""
+    assert "x: it stood still" in capsys.readouterr().err
+
+
+def test_a_notebook_without_an_entry_has_failed_even_if_an_old_one_lies_there(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "x.json").write_text("{}")
+    outcome = execute("x", {}, out, timeout=100, source=notebook(tmp_path, "1"))
+    assert "left no entry" in outcome.error
+
+
+def test_failures_are_collected_and_make_the_exit_code_1(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def fake(name, parameters, folder, **kwargs):
+        ran.append(name)
+        if name == "05_wallclock_overhead":
+            return run.Outcome(name, 1.0, 2.0, "KeyError: 'lost'")
+        folder.mkdir(exist_ok=True)
+        entry = {"notebook": name, "claims": [], "figures": [], "tables": [], "commit": "abc",
+                 "compute": {"runs": 0, "seconds": 0, "keys": [], "hardware": []}}
+        (folder / f"{name}.json").write_text(json.dumps(entry))
+        return run.Outcome(name, 1.0, 2.0)
+
+    monkeypatch.setattr(run, "execute", fake)
+    monkeypatch.setattr(run, "train_missing", lambda *a: ["2 of 9 runs failed, the others are stored:"])
+    code = run.main(["--only", "05", "06", "--output", str(tmp_path / "out")])
+    said = capsys.readouterr()
+    assert code == 1
+    assert ran == ["05_wallclock_overhead", "06_hyperparameter_robustness"]
+    assert "FAILED 05_wallclock_overhead: KeyError: 'lost'" in said.err
+    assert "2 of 9 runs failed" in said.err
+    assert "06_hyperparameter_robustness" in said.out
+
+
+def test_runs_that_do_not_exist_are_not_run(tmp_path, monkeypatch):
+    """The cpu profile with nothing stored: every table and figure is drawn, and every claim about runs says so."""
+    monkeypatch.setenv("DPNGD_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("DPNGD_REFRESH", "1")  # as if nothing were shipped
+    out = tmp_path / "out"
+    for name in ("01_utility_table", "05_wallclock_overhead", "06_hyperparameter_robustness"):
+        outcome = execute(name, {"profile": "cpu", "train": False}, out, timeout=300)
+        assert outcome.error == ""
+        entry = json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
+        assert {c["verdict"] for c in entry["claims"] if c["id"] != "step-cost-bench"} == {"not run"}
+    assert "not run" in (out / "01_utility_table.ipynb").read_text(encoding="utf-8")
+
+
+def test_shipped_results_are_redrawn_without_data_and_without_training(tmp_path, monkeypatch):
+    """What a fresh clone does with `--profile cpu`, one notebook of it: the claims come out as they are committed."""
+    if not Store("cpu").shipped_path.exists():
+        pytest.skip("no results are shipped")
+    monkeypatch.setenv("DPNGD_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("DPNGD_DATA", str(tmp_path / "no-data"))
+    name = "03_public_sample_efficiency"
+    assert execute(name, {"profile": "cpu", "train": False}, tmp_path / "out", timeout=300).error == ""
+    drawn, committed = (json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["claims"]
+                        for folder in (tmp_path / "out", ROOT / "figures" / "cpu"))
+    assert drawn == committed
+    assert not (tmp_path / "no-data").exists()
+
+
+def test_export_ships_what_the_profile_asks_for_and_nothing_else(tmp_path):
+    profile, store = profiles.load("quick"), Store("quick", root=tmp_path / "store", results=tmp_path / "results")
+    with pytest.raises(UsageError, match="quick has no runs to ship"):
+        run.export(profile, store)
+    wanted = profile.configs("utility_table")[:2]
+    earlier = dataclasses.replace(wanted[0], eta=0.123)
+    for config in (*wanted, earlier):
+        store.put(config, {"accuracy": 0.5, "status": "ok"})
+    assert "results/quick.jsonl: 2 of" in run.export(profile, store)
+    assert set(Store("quick", root=tmp_path / "x", results=tmp_path / "results").shipped) == {c.key() for c in wanted}
+
+
+def test_the_list_of_the_paper_profile(tmp_path):
+    profile = profiles.load("paper")
+    wanted = {"02_convergence_curves": study.configs("02_convergence_curves", profile, seeds=[0], epsilons=[1.0],
+                                                     datasets=["cifar10"])}
+    text = run.listing(profile, wanted, Store("paper", root=tmp_path))
+    rows = [line.split() for line in text.splitlines() if line.startswith("dp-ngd ")]
+    assert [r[4] for r in rows] == ["120", "240", "360", "480", "600", "840", "1080"]
+    sigma = {r[4]: float(r[7]) for r in rows}
+    assert sigma["840"] == pytest.approx(9.06, abs=0.05)  # an independent PRV calibration
+    assert sigma["120"] < sigma["360"] < sigma["1080"]
+    hours = (2 * 14.2 + 38.2) * (120 + 240 + 360 + 480 + 600 + 840 + 1080) / 3600
+    assert f"{hours:.3g} hours on NVIDIA RTX 3090 (estimated); 0 stored" in text
+
+
+def test_clean_keeps_results_and_drops_times_and_widgets():
+    cell = {"cell_type": "code", "metadata": {"tags": ["a"], "papermill": {"duration": 1}},
+            "outputs": [{"output_type": "stream", "name": "stderr", "text": "bar"},
+                        {"output_type": "display_data", "data": {"application/vnd.jupyter.widget-view+json": {}}},
+                        {"output_type": "display_data", "data": {"image/png": "x"}}]}
+    book = {"metadata": {"papermill": {}, "widgets": {}, "kernelspec": {"name": "python3"}}, "cells": [cell]}
+    clean(book)
+    assert book["metadata"] == {"kernelspec": {"name": "python3"}}
+    assert cell["metadata"] == {"tags": ["a"]}
+    assert [list(o["data"]) for o in cell["outputs"]] == [["image/png"]]

@@ -1,0 +1,87 @@
+"""Shipped runs come out again, and it is noticed when they do not."""
+
+import json
+
+import pytest
+import torch
+
+from dpngd.errors import UsageError
+from dpngd.suite import profiles, spotcheck
+from dpngd.suite.store import Store
+from dpngd.training import record
+from dpngd.training.train import run
+
+
+@pytest.fixture(scope="module")
+def computed():
+    """Two real runs of quick, shortened."""
+    quick = profiles.load("quick")
+    configs = [quick.config(m, "digits", 4, 0, T=2, evals=1) for m in ("dp-sgd", "dp-ngd")]
+    return [(config, run(config).to_dict()) for config in configs]
+
+
+@pytest.fixture
+def shipped(computed, tmp_path):
+    """A store that ships them; `change` edits a record before it is written."""
+    def make(change=lambda r: None):
+        made = Store("quick", root=tmp_path / "made", results=tmp_path / "results")
+        for config, facts in computed:
+            facts = json.loads(json.dumps(facts))
+            change(facts)
+            made.put(config, facts)
+        made.export()
+        return Store("quick", root=tmp_path / "empty", results=tmp_path / "results")
+    return make
+
+
+def test_runs_come_out_again(shipped, capsys):
+    assert spotcheck.check(shipped(), 2, 0, 1)
+    out = capsys.readouterr().out
+    assert out.count("the same to the last bit") == 2
+    assert "verdicts changed: none" in out
+
+
+def test_a_number_that_was_changed_is_found(shipped, capsys):
+    def change(record):
+        record["train_loss"][1] += 1e-9
+    assert not spotcheck.check(shipped(change), 2, 0, 1)
+    assert capsys.readouterr().out.count("differs in train_loss") == 2
+
+
+def test_another_machine_may_round_otherwise(shipped, capsys):
+    def change(record):
+        record["train_loss"][1] += 1e-9
+        record["where"]["rounding"] = "another"
+    assert spotcheck.check(shipped(change), 1, 0, 1)
+    assert "differs in train_loss (another machine)" in capsys.readouterr().out
+
+
+def test_the_name_of_a_processor_does_not_make_it_the_same_machine(shipped, capsys):
+    """Records from before the digest: two machines called alike did round differently."""
+    def change(record):
+        record["train_loss"][1] += 1e-9
+        del record["where"]["rounding"]
+    assert spotcheck.check(shipped(change), 1, 0, 1)
+    assert "(another machine)" in capsys.readouterr().out
+
+
+def test_the_digest_of_rounding_is_of_numbers(monkeypatch):
+    here = record.rounding()
+    record.rounding.cache_clear()
+    assert record.rounding() == here, "the same machine, the same digest"
+    monkeypatch.setattr(torch, "bmm", lambda a, b: torch.nextafter(a @ b, torch.tensor(torch.inf)))
+    record.rounding.cache_clear()
+    assert record.rounding() != here, "a last bit changes it"
+    record.rounding.cache_clear()
+
+
+def test_which_runs_depends_on_the_seed_alone(shipped):
+    store = shipped()
+    assert [r["key"] for r in spotcheck.draw(store, 2, 3)] == [r["key"] for r in spotcheck.draw(store, 2, 3)]
+    with pytest.raises(UsageError, match="--runs is 3: take from 1 to the 2 that are shipped"):
+        spotcheck.draw(store, 3, 0)
+
+
+def test_nothing_to_check(tmp_path):
+    with pytest.raises(UsageError, match="quick ships no results"):
+        spotcheck.draw(Store("quick", results=tmp_path), 1, 0)

@@ -1,0 +1,52 @@
+"""Numbers of short quick-profile runs, trained afresh: a method that breaks moves them, another machine does not.
+
+Measured at 20 steps, epsilon 4, 50 public images, two seeds. Rounding of another machine moves an accuracy by a few
+test images of 360 (0.3 points each); the tolerances are wider than that and narrower than what separates the methods.
+"""
+
+import pytest
+
+from dpngd.suite import profiles
+from dpngd.training.train import run
+
+QUICK = profiles.load("quick")
+GOLDEN = {  # accuracy in percent, and mean training loss of the last five steps: means over seeds 0 and 1
+    "dp-sgd": (86.0, 0.536),
+    "dp-sgd-pt": (85.8, 0.556),
+    "gep": (80.8, 0.927),
+    "adadps": (81.0, 0.741),
+    "dp-ngd": (87.6, 0.380),
+}
+POINTS, LOSS = 3.0, 0.08
+# DP-SGD-PT with 10 steps of pre-training: its 100 on 50 images blow up the rounding (a loss of 0.50 or 0.63), 10 do not
+# (0.558, and 0.554 with other kernels; that of every other method moves by 0.012 at most).
+CHANGES = {m: {"public_size": 50} for m in GOLDEN} | {"dp-sgd": {}, "dp-sgd-pt": {"public_size": 50, "pt_steps": 10}}
+
+
+@pytest.fixture(scope="module")
+def reached():
+    found = {}
+    for method in GOLDEN:
+        records = [run(QUICK.config(method, "digits", 4.0, seed, T=20, **CHANGES[method])) for seed in (0, 1)]
+        found[method] = (sum(100 * r.accuracy for r in records) / 2,
+                         sum(sum(r.train_loss[-5:]) / 5 for r in records) / 2, records[0].privacy)
+    return found
+
+
+@pytest.mark.parametrize("method", GOLDEN)
+def test_accuracy_and_loss(method, reached):
+    accuracy, loss, _ = reached[method]
+    assert accuracy == pytest.approx(GOLDEN[method][0], abs=POINTS)
+    assert loss == pytest.approx(GOLDEN[method][1], abs=LOSS)
+
+
+@pytest.mark.parametrize("method", GOLDEN)
+def test_privacy(method, reached):
+    privacy = reached[method][2]
+    assert privacy["sigma"] == pytest.approx(1.2626, abs=2e-3)
+    assert 3.99 <= privacy["epsilon_prv"] <= 4.0
+
+
+def test_dp_ngd_is_ahead_at_few_steps(reached):
+    """By 0.1 nats or more against baselines that were tuned as hard; the tolerances above would bridge half of it."""
+    assert all(reached["dp-ngd"][1] < reached[m][1] - 0.05 for m in GOLDEN if m != "dp-ngd")

@@ -1,0 +1,88 @@
+"""Gradients by worker threads: the same as by one, in order, on the parameters of the moment."""
+
+import pytest
+import torch
+from torch import nn
+
+from dpngd.errors import UsageError
+from dpngd.gradients import PerSample, pieces
+from dpngd.training import models
+from dpngd.training.parallel import Workers, replica
+
+
+def data(n=40, K=1):
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(n * K, 3, 16, 16, generator=g), torch.randint(10, (n,), generator=g)
+
+
+def network():
+    return models.build("resnet-8", classes=10, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("K", [1, 4])
+def test_same_as_one_thread_bit_for_bit_and_in_order(K):
+    x, y = data(K=K)
+    model = network()
+    results = []
+    for threads in (1, 3):
+        per_sample = PerSample(model, K=K)
+        grads = list(Workers(per_sample, threads).gradients(pieces(x, y, K, views=8 * K)))
+        assert [len(g) for g in grads] == [8] * 5
+        results.append(grads)
+    for one, many in zip(*results, strict=True):
+        assert torch.equal(one.materialise(), many.materialise())
+        assert torch.equal(one.losses, many.losses)
+
+
+def test_replicas_follow_the_model():
+    x, y = data(16)
+    model = network()
+    workers = Workers(PerSample(model), 2)
+    before = torch.cat([g.materialise() for g in workers.gradients(pieces(x, y, 1, views=4))])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.9)
+    after = torch.cat([g.materialise() for g in workers.gradients(pieces(x, y, 1, views=4))])
+    expected = torch.cat([g.materialise() for g in Workers(PerSample(model), 1).gradients(pieces(x, y, 1, views=4))])
+    assert torch.equal(after, expected)
+    assert not torch.equal(after, before)
+
+
+def test_a_replica_shares_memory_but_not_modules():
+    model = network()
+    twin = replica(model)
+    assert all(p is q for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert not {id(m) for m in model.modules()} & {id(m) for m in twin.modules()}
+
+
+def test_an_error_in_a_worker_reaches_the_caller_and_threads_are_restored():
+    x, y = data(16)
+    before = torch.get_num_threads()
+    workers = Workers(PerSample(network()), 2)
+    list(workers.gradients(pieces(x, y, 1, views=4)))
+    with pytest.raises(RuntimeError):
+        list(workers.gradients([(x[:4], y[:4]), (x[:4, :2], y[:4])]))  # two channels for a network of three
+    assert torch.get_num_threads() == before
+    assert len(list(workers.gradients(pieces(x, y, 1, views=4)))) == 4  # and the workers go on
+
+
+def test_the_model_is_checked_before_any_worker_sees_it():
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3 * 16 * 16, 10)
+
+        def forward(self, x):
+            return self.fc(x.flatten(1)) + x.mean()
+
+    x, y = data(8)
+    with pytest.raises(UsageError, match="mixes samples"):
+        list(Workers(PerSample(Mixing()), 2).gradients(pieces(x, y, 1, views=2)))
+
+
+@pytest.mark.parametrize(("samples", "views", "K", "threads", "size"), [
+    (1024, 64, 1, 2, 64), (64, 64, 1, 2, 32), (1024, 64, 16, 2, 4), (3, 64, 1, 2, 2), (1, 64, 16, 4, 1),
+    (5, 4, 16, 1, 1)])
+def test_small_batches_are_shared_out(samples, views, K, threads, size):
+    workers = Workers(PerSample(network(), K=K), threads)
+    assert workers.size(samples, views, K) == size
