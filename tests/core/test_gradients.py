@@ -14,7 +14,6 @@ from dpngd.layers.forms import Dense, Factors
 from dpngd.noise import stream
 from dpngd.training import models
 
-SAME = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")  # torch's own, about speed
 
 
 class Time(nn.Module):
@@ -74,7 +73,6 @@ def networks(draw):
     return model, shape
 
 
-@SAME
 @pytest.mark.parametrize("K", [1, 4, 8])
 @settings(max_examples=40)
 @given(network=networks(), b=st.integers(2, 3), seed=st.integers(0, 10**6))
@@ -87,7 +85,6 @@ def test_drawn_networks_equal_torch_func(K, network, b, seed):
     check_everything(ours, *reference.per_sample(model, x, y, K), tolerance=1e-9, seed=seed)
 
 
-@SAME
 @pytest.mark.parametrize("K", [1, 4, 8])
 @settings(max_examples=15)
 @given(data=st.data(), seed=st.integers(0, 10**6))
