@@ -15,7 +15,6 @@ from dpngd.noise import stream
 from dpngd.training import models
 
 
-
 class Time(nn.Module):
     """(n, C, H, W) -> (n, H*W, C): positions become time steps."""
 
