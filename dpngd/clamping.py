@@ -30,7 +30,7 @@ def eta_ngd(lambda_safe: float, C_ngd: float, eta_sgd: float, C_sgd: float) -> f
 
 
 @dataclass(frozen=True)
-class Dynamic:
+class DynamicFloor:
     """The paper's schedule: down from lambda_safe to lambda_base over T_1 steps, a plateau, and up again at the end."""
 
     lambda_safe: float
@@ -56,7 +56,7 @@ class Dynamic:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedFloor:
     """lambda_t = lambda_safe at every step (an arm of the paper's Figure 4)."""
 
     lambda_safe: float
@@ -78,7 +78,7 @@ class NoFloor:
         return self.tiny
 
 
-Schedule = Dynamic | Fixed | NoFloor
+Floor = DynamicFloor | FixedFloor | NoFloor
 
 
 def _positive(name: str, value: float) -> None:

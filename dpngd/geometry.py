@@ -30,7 +30,6 @@ from torch import Tensor
 from dpngd.curvature import LayerCurvature
 from dpngd.gradients import Blocks, SampleGradients
 from dpngd.layers.forms import LayerGradient, weighted_energy
-from dpngd.mechanism import NONE
 
 EXACT_BELOW = 0.05
 """A norm below this share of what it was subtracted from is recomputed: float32's 3e-7 / 0.05 is within 1e-5."""
@@ -43,12 +42,9 @@ SUMMED_ABOVE = 1e-3
 class Euclidean:
     """L = R = I: DP-SGD."""
 
-    fragile = NONE
-
-    def sq_norms(self, g: SampleGradients) -> Tensor:
+    def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
         n = g.sq_norms()
-        self.fragile = (n < SUMMED_ABOVE * g.terms()).nonzero()[:, 0]
-        return n.unsqueeze(0)
+        return n.unsqueeze(0), n < SUMMED_ABOVE * g.terms()
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         return sums
@@ -119,7 +115,6 @@ class Kronecker:
         self.curvature: list[LayerCurvature] = []
         self.layers: list[ClampedLayer] = []
         self.lambda_t = float("nan")
-        self.fragile = NONE
         self.recomputed = 0  # samples whose norm needed float64, for diagnosis
 
     def set(self, curvature: list[LayerCurvature], lambda_t: float, dtype: torch.dtype = torch.float32) -> None:
@@ -134,21 +129,21 @@ class Kronecker:
         above = sum(int((layer.Lam > layer.floor).sum()) for layer in self.layers)
         return 1 - above / total
 
-    def sq_norms(self, g: SampleGradients) -> Tensor:
+    def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
         if self.left == 0:
             return Euclidean.sq_norms(self, g)
         pairs = [layer.sq_norms(x, self.left) for layer, x in zip(self.layers, g.layers, strict=True)]
         total = torch.stack([n for n, _ in pairs]).sum(0)
         energy = torch.stack([e for _, e in pairs]).sum(0)
-        lost = (total < EXACT_BELOW * energy).nonzero()[:, 0]  # comparisons with nan are false: those are dropped later
+        fragile = total < EXACT_BELOW * energy  # comparisons with nan are false: those samples are dropped later
+        lost = fragile.nonzero()[:, 0]
         if len(lost):
             self.recomputed += len(lost)
             total = total.clone()
             for part in lost.split(16):  # dense and in float64: a few at a time
                 total[part] = torch.stack([layer.exact_sq_norms(x.select(part), self.left) for layer, x in
                                            zip(self.layers, g.layers, strict=True)]).sum(0).to(total.dtype)
-        self.fragile = lost
-        return total.unsqueeze(0)
+        return total.unsqueeze(0), fragile
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         return [self._apply(blocks, self.left) for blocks in sums]

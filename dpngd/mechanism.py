@@ -35,20 +35,20 @@ from torch import Tensor
 
 from dpngd.errors import UsageError
 from dpngd.gradients import Blocks, SampleGradients
+from dpngd.noise import Noise
 
 ROUNDING = 1e-5
-NONE = torch.zeros(0, dtype=torch.long)
 
 
 class Geometry(Protocol):
     """A pair of linear maps around the mechanism. J is the number of channels; the paper's method has one."""
 
-    fragile: Tensor
-    """After `sq_norms`: indices of the samples whose terms are so much larger than their ||L_j g_i|| that a float32 sum
-    would round away more than 1e-5 C_j. The mechanism adds them up in float64."""
+    def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
+        """||L_j g_i||^2, shape (J, b), and which samples are fragile, (b,) bool.
 
-    def sq_norms(self, g: SampleGradients) -> Tensor:
-        """||L_j g_i||^2, shape (J, b); sets `fragile`."""
+        A fragile sample has terms so much larger than its ||L_j g_i|| that a float32 sum would round away more than
+        1e-5 C_j. The mechanism adds such samples up in float64.
+        """
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         """L_j applied to the J sums; a channel's result may have any shapes."""
@@ -110,9 +110,8 @@ class GaussianMechanism:
         seen, norms, losses = 0, [], []
         for g in batches:
             seen += len(g)
-            n = geometry.sq_norms(g).sqrt()
-            fragile = n.new_zeros(len(g), dtype=torch.bool)
-            fragile[geometry.fragile] = True
+            squares, fragile = geometry.sq_norms(g)
+            n = squares.sqrt()
             finite = n.isfinite().all(0)
             if not finite.all():  # 0 * nan is nan: such samples are taken out, not weighted by zero
                 keep = finite.nonzero()[:, 0]
@@ -130,12 +129,15 @@ class GaussianMechanism:
         sums = [[block.to(zeros[0].dtype) for block in channel] for channel in geometry.into(sums)]
         return Clipped(sums, seen, torch.cat([empty, *norms], 1), torch.cat([empty[0], *losses]))
 
-    def release(self, batches: Iterable[SampleGradients], geometry: Geometry, zeros: Blocks,
-                generator: torch.Generator) -> Release:
+    def add_noise(self, sums: list[Blocks], noise: Noise) -> list[Blocks]:
+        """s_j + sigma sqrt(J) C_j xi_j for every channel: from here on nothing is private."""
+        return [[block + noise(block, std) for block in channel]
+                for channel, std in zip(sums, self.noise_std, strict=True)]
+
+    def release(self, batches: Iterable[SampleGradients], geometry: Geometry, zeros: Blocks, noise: Noise) -> Release:
         """One private step from the micro-batches of a Poisson sample."""
         s = self.clipped_sums(batches, geometry, zeros)
-        noisy = [[block + std * gaussian(block, generator) for block in channel]
-                 for channel, std in zip(s.sums, self.noise_std, strict=True)]
+        noisy = self.add_noise(s.sums, noise)
         clips = s.norms.new_tensor(self.clips).unsqueeze(1)
         return Release(
             direction=[block / self.B for block in geometry.back(noisy)],
@@ -153,7 +155,3 @@ def _parts(g: SampleGradients, c: Tensor, fragile: Tensor) -> list[tuple[SampleG
     rows = fragile.nonzero()[:, 0]
     return [(g, c.masked_fill(fragile, 0.0)), (g.select(rows).double(), c[rows].double())]
 
-
-def gaussian(like: Tensor, generator: torch.Generator) -> Tensor:
-    """N(0, I) of the shape, dtype and device of `like`, drawn where the generator lives."""
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)

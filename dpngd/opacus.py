@@ -23,13 +23,13 @@ from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from torch import Tensor, nn
 
-from dpngd.clamping import Dynamic
-from dpngd.curvature import KFAC
+from dpngd.clamping import DynamicFloor
+from dpngd.curvature import KFAC, LayerCurvature
 from dpngd.errors import UsageError
-from dpngd.geometry import Kronecker
 from dpngd.gradients import Blocks, SampleGradients
 from dpngd.layers.trainable import trainable_layers
 from dpngd.mechanism import GaussianMechanism
+from dpngd.natural import Natural
 from dpngd.noise import stream
 
 
@@ -62,35 +62,29 @@ class DPNGD(DPOptimizer):
         if {id(p) for p in self.params} != ours:
             raise UsageError("the optimizer's parameters are not the module's trainable parameters: build the "
                              "optimizer from module.parameters(); freeze what must not train by requires_grad_(False)")
-        if T_cur < 1:
-            raise UsageError(f"T_cur is {T_cur}: the curvature is refreshed every T_cur >= 1 steps")
         weight = self.layers[0].module.weight
         x = public_images(public).to(weight)
         self.kfac = KFAC(model, x, labels=labels, generator=stream(seed, "labels") if labels != "exact" else None)
-        self.schedule = Dynamic(lambda_safe, lambda_safe / 4 if lambda_base is None else lambda_base, T, T1, p)
-        self.geometry = Kronecker()
-        self.T_cur, self.t = T_cur, 0
+        self.floor = DynamicFloor(lambda_safe, lambda_safe / 4 if lambda_base is None else lambda_base, T, T1, p)
+        self.natural = Natural(self._public_curvature, self.floor, T_cur, unit=lambda_safe, dtype=weight.dtype)
+        self.t = 0
         self.nonfinite = 0  # samples so far that contributed zero because their gradient was not finite
-        self._curvature: list | None = None
         self._sums: Blocks | None = None
 
     def clip_and_accumulate(self) -> None:
         """Add the clipped whitened gradients of one physical batch to the sums of the current step."""
-        if self._sums is None:
-            self._prepare_step()
+        if self._sums is None:  # F~ is fixed before the step's first batch is looked at
+            self.natural.prepare(min(self.t, self.floor.T))
         zeros = [p.new_zeros(layer.shape) for layer in self.layers for p in [layer.module.weight]]
-        mechanism = GaussianMechanism((self.max_grad_norm,), self.noise_multiplier, 1.0)
-        clipped = mechanism.clipped_sums([self._gradients()], self.geometry, zeros)
+        clipped = self._mechanism().clipped_sums([self._gradients()], self.natural.geometry, zeros)
         self.nonfinite += clipped.seen - clipped.norms.shape[1]
         sums = clipped.sums[0]
         self._sums = sums if self._sums is None else [s + new for s, new in zip(self._sums, sums, strict=True)]
 
     def add_noise(self) -> None:
         """Noise in whitened space, then the way back: p.grad becomes R (L sum + sigma C xi)."""
-        std = self.noise_multiplier * self.max_grad_norm
-        noisy = [s + _generate_noise(std=std, reference=s, generator=self.generator, secure_mode=self.secure_mode)
-                 for s in self._sums]
-        for layer, block in zip(self.layers, self.geometry.back([noisy]), strict=True):
+        noisy = self._mechanism().add_noise([self._sums], self._noise)
+        for layer, block in zip(self.layers, self.natural.geometry.back(noisy), strict=True):
             params = layer.params()
             for name, grad in layer.split(block).items():
                 params[name].grad = grad
@@ -107,27 +101,31 @@ class DPNGD(DPOptimizer):
         if own is None:
             raise UsageError("the checkpoint has no 'dpngd' entry: it was not saved by a DPNGD optimizer")
         super().load_state_dict(state)
-        self.t, self._curvature = own["t"], None
+        self.t, self.natural.F = own["t"], None
         if own["labels"] is not None:
             self.kfac.generator.set_state(own["labels"])
 
     def _label_state(self) -> Tensor | None:
         return None if self.kfac.generator is None else self.kfac.generator.get_state()
 
-    def _prepare_step(self) -> None:
-        """Fix F~ before the step's first batch is looked at."""
-        if self._curvature is None or self.t % self.T_cur == 0:
-            hooks = getattr(self._module, "hooks_enabled", False)
+    def _mechanism(self) -> GaussianMechanism:
+        """The mechanism with Opacus's present numbers (schedulers may change them); its optimizer divides by B."""
+        return GaussianMechanism((self.max_grad_norm,), self.noise_multiplier, B=1.0)
+
+    def _noise(self, like: Tensor, std: float) -> Tensor:
+        """Opacus's own noise, from its generator or its secure mode."""
+        return _generate_noise(std=std, reference=like, generator=self.generator, secure_mode=self.secure_mode)
+
+    def _public_curvature(self) -> list[LayerCurvature]:
+        """K-FAC on the public images, with Opacus's hooks off: they must not enter the per-sample gradients."""
+        hooks = getattr(self._module, "hooks_enabled", False)
+        if hooks:
+            self._module.disable_hooks()
+        try:
+            return self.kfac()
+        finally:
             if hooks:
-                self._module.disable_hooks()  # public images must not enter the per-sample gradients
-            try:
-                # In units of lambda_safe: see the module's top.
-                self._curvature = [F.scaled(1 / self.schedule.lambda_safe) for F in self.kfac()]
-            finally:
-                if hooks:
-                    self._module.enable_hooks()
-        lambda_t = self.schedule(min(self.t, self.schedule.T)) / self.schedule.lambda_safe
-        self.geometry.set(self._curvature, lambda_t, self.layers[0].module.weight.dtype)
+                self._module.enable_hooks()
 
     def _gradients(self) -> SampleGradients:
         """Opacus's p.grad_sample as layers."""

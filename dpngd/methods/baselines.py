@@ -30,7 +30,6 @@ from dpngd.errors import UsageError
 from dpngd.geometry import EXACT_BELOW, SUMMED_ABOVE
 from dpngd.gradients import Blocks, PerSample, SampleGradients, micro_batches
 from dpngd.layers.forms import Dense
-from dpngd.mechanism import NONE
 
 GROUPS = 3
 DENSE_GRAM = 2000  # public samples up to which all eigenvectors of their Gram matrix are computed
@@ -66,21 +65,20 @@ class Diagonal:
     def __init__(self, e: float):
         self.e = e
         self.scale: Blocks = []
-        self.fragile = NONE
 
     def set(self, second_moment: Blocks) -> None:
         """Fix L from public E[g^2]."""
         self.scale = [1 / (v.sqrt() + self.e) for v in second_moment]
 
-    def sq_norms(self, g: SampleGradients) -> Tensor:
+    def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
         norms = torch.stack([x.diagonal_sq_norms(s.square()) for x, s in zip(g.layers, self.scale, strict=True)])
         cancels = [x.sq_norms() < SUMMED_ABOVE * x.terms() for x in g.layers if not isinstance(x, Dense)]
-        self.fragile = torch.stack(cancels).any(0).nonzero()[:, 0] if cancels else NONE
-        if len(self.fragile):  # positions that cancel: what is left is float32's rounding
-            exact = g.select(self.fragile).layers
-            norms[:, self.fragile] = torch.stack([x.double().diagonal_sq_norms(s.double().square()) for x, s in
+        fragile = torch.stack(cancels).any(0) if cancels else norms.new_zeros(len(g), dtype=torch.bool)
+        if fragile.any():  # positions that cancel: what is left is float32's rounding
+            exact = g.select(fragile.nonzero()[:, 0]).layers
+            norms[:, fragile] = torch.stack([x.double().diagonal_sq_norms(s.double().square()) for x, s in
                                                   zip(exact, self.scale, strict=True)]).to(norms.dtype)
-        return norms.sum(0).unsqueeze(0)
+        return norms.sum(0).unsqueeze(0), fragile
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         return [[s * u for s, u in zip(self.scale, blocks, strict=True)] for blocks in sums]
@@ -105,7 +103,6 @@ class Subspace:
         self.like = zeros
         self.bounds: list[tuple[int, int]] = []
         self.bases: list[Tensor] = []
-        self.fragile = NONE
 
     def set(self, bounds: list[tuple[int, int]], bases: list[Tensor]) -> None:
         """Fix V: group j of the flat vector is [lo, hi), its basis (hi - lo, k_j) orthonormal."""
@@ -121,20 +118,20 @@ class Subspace:
         parts = e.split([V.shape[1] for V in self.bases], -1)
         return torch.cat([p @ V.mT.to(e.dtype) for p, V in zip(parts, self.bases, strict=True)], -1)
 
-    def sq_norms(self, g: SampleGradients) -> Tensor:
+    def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
         flat = g.materialise()
         whole, inside = flat.square().sum(1), self.embed(flat).square().sum(1)
         outside = whole - inside
         # Little is left of the subtraction, or of the terms that are added up: a gradient that lies almost wholly in
         # one channel is large in the sum from which the other is computed, and so is that sum's rounding in float32.
-        lost = (outside < EXACT_BELOW * whole) | (inside < SUMMED_ABOVE * whole) | (whole < SUMMED_ABOVE * g.terms())
-        self.fragile = lost.nonzero()[:, 0]
-        if len(self.fragile):
-            exact = torch.cat([x.double().materialise().flatten(1) for x in g.select(self.fragile).layers], 1)
+        fragile = (outside < EXACT_BELOW * whole) | (inside < SUMMED_ABOVE * whole) | (whole < SUMMED_ABOVE * g.terms())
+        if fragile.any():
+            exact = torch.cat([x.double().materialise().flatten(1)
+                               for x in g.select(fragile.nonzero()[:, 0]).layers], 1)
             e = self.embed(exact)
-            inside[self.fragile] = e.square().sum(1).to(inside.dtype)
-            outside[self.fragile] = (exact - self.lift(e)).square().sum(1).to(outside.dtype)
-        return torch.stack([inside, outside])
+            inside[fragile] = e.square().sum(1).to(inside.dtype)
+            outside[fragile] = (exact - self.lift(e)).square().sum(1).to(outside.dtype)
+        return torch.stack([inside, outside]), fragile
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         first, second = (flatten(blocks).double() for blocks in sums)

@@ -26,14 +26,15 @@ import torch
 from torch import Tensor
 
 from dpngd import privacy
-from dpngd.clamping import Dynamic, Fixed, NoFloor, Schedule
-from dpngd.curvature import KFAC, LayerCurvature
+from dpngd.clamping import DynamicFloor, FixedFloor, Floor, NoFloor
+from dpngd.curvature import KFAC
 from dpngd.geometry import Euclidean, Kronecker
 from dpngd.gradients import PerSample
 from dpngd.mechanism import GaussianMechanism, Geometry
 from dpngd.methods.baselines import Diagonal, Subspace, check_memory, principal_basis, sampled_labels, second_moment
 from dpngd.methods.private_curvature import PrivateKFAC
-from dpngd.noise import stream
+from dpngd.natural import Estimate, Natural
+from dpngd.noise import seeded_noise, stream
 from dpngd.training.config import RunConfig
 
 CURVATURE_SHARE = {"dp-ngd-private-20": 0.2, "dp-ngd-private-50": 0.5}
@@ -157,7 +158,7 @@ def natural(setting: Setting, *, left: float = -0.5, right: float = -0.5, clamp:
     c = setting.config
     generator = None if labels == "exact" else stream(c.seed, "labels")
     estimate = KFAC(setting.per_sample.model, setting.public, labels=labels, generator=generator)
-    return _whitened(setting, Kronecker(left, right, clamp), _schedule(c, floor), estimate)
+    return _natural(setting, Kronecker(left, right, clamp), _floor(c, floor), estimate)
 
 
 def natural_private(setting: Setting) -> Method:
@@ -170,8 +171,8 @@ def natural_private(setting: Setting) -> Method:
     c, (_, paid) = setting.config, setting.spends
     private = PerSample(setting.per_sample.model, K=c.K, check=False)
     noisy = PrivateKFAC(private, setting.shape, c.curvature_C, paid.sigma, c.B, labels=stream(c.seed, "labels"),
-                        noise=stream(c.seed, "curvature-noise"))
-    return _whitened(setting, Kronecker(), _schedule(c, "dynamic"), lambda: noisy(setting.draw()))
+                        noise=seeded_noise(c.seed, "curvature-noise"))
+    return _natural(setting, Kronecker(), _floor(c, "dynamic"), lambda: noisy(setting.draw()))
 
 
 def _mechanism(setting: Setting, *clips: float) -> GaussianMechanism:
@@ -183,25 +184,16 @@ def _every(n: int, refresh: Callable[[], None]) -> Callable[[int], None]:
     return lambda t: refresh() if t % n == 0 else None
 
 
-def _whitened(setting: Setting, geometry: Kronecker, schedule: Schedule,
-              estimate: Callable[[], list[LayerCurvature]]) -> Method:
-    """Modules 1 and 2 of Algorithm 2: F every T_cur steps, its floor lambda_t every step."""
-    dtype = setting.per_sample.zeros()[0].dtype
-
-    def prepare(t: int) -> None:
-        F = estimate() if t % setting.config.T_cur == 0 else geometry.curvature
-        geometry.set(F, schedule(t), dtype)
-
-    def diagnose() -> dict[str, float]:
-        return {"lambda_t": geometry.lambda_t, "clamped_share": geometry.clamped_share()}
-
-    return Method(geometry, _mechanism(setting), prepare, diagnose)
+def _natural(setting: Setting, geometry: Kronecker, floor: Floor, estimate: Estimate) -> Method:
+    natural = Natural(estimate, floor, setting.config.T_cur, geometry=geometry,
+                      dtype=setting.per_sample.zeros()[0].dtype)
+    return Method(natural.geometry, _mechanism(setting), natural.prepare, natural.diagnose)
 
 
-def _schedule(c: RunConfig, floor: str) -> Schedule:
+def _floor(c: RunConfig, floor: str) -> Floor:
     if floor == "none":
         return NoFloor()
-    return Fixed(c.lambda_safe) if floor == "fixed" else Dynamic(c.lambda_safe, c.lambda_base, c.T, c.T1, c.p)
+    return FixedFloor(c.lambda_safe) if floor == "fixed" else DynamicFloor(c.lambda_safe, c.lambda_base, c.T, c.T1, c.p)
 
 
 BUILDERS: dict[str, Callable[[Setting], Method]] = {

@@ -28,8 +28,9 @@ from torch import Tensor
 from dpngd.curvature import LayerCurvature
 from dpngd.gradients import Blocks, PerSample, SampleGradients, Tape
 from dpngd.layers.trainable import Layer
-from dpngd.mechanism import NONE, GaussianMechanism
+from dpngd.mechanism import GaussianMechanism
 from dpngd.methods.baselines import draw_labels
+from dpngd.noise import Noise
 
 CLIP_A = 1.0
 
@@ -59,14 +60,13 @@ class Gram:
 class FactorChannels:
     """Channel 0 is the first `inputs` blocks (the A factors), channel 1 the others: L_j picks, R puts together."""
 
-    fragile = NONE  # u u' has no terms that cancel
-
     def __init__(self, inputs: int):
         self.inputs = inputs
 
-    def sq_norms(self, g: SampleGradients) -> Tensor:
+    def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
         norms = torch.stack([x.sq_norms() for x in g.layers])
-        return torch.stack([norms[: self.inputs].sum(0), norms[self.inputs :].sum(0)])
+        fragile = norms.new_zeros(len(g), dtype=torch.bool)  # u u' has no terms that cancel
+        return torch.stack([norms[: self.inputs].sum(0), norms[self.inputs :].sum(0)]), fragile
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         return [sums[0][: self.inputs], sums[1][self.inputs :]]
@@ -82,7 +82,7 @@ class PrivateKFAC:
     """
 
     def __init__(self, per_sample: PerSample, shape: tuple[int, ...], curvature_C: float, sigma: float, B: float, *,
-                 labels: torch.Generator, noise: torch.Generator):
+                 labels: torch.Generator, noise: Noise):
         self.per_sample, self.labels, self.noise = per_sample, labels, noise
         self.mechanism = GaussianMechanism((CLIP_A, curvature_C), sigma, B)
         self.factored = [layer for layer in per_sample.layers if layer.kind != "norm"]

@@ -25,13 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from dpngd.clamping import FixedFloor
 from dpngd.curvature import KFAC
 from dpngd.errors import Parser, UsageError, exit_code, unknown
 from dpngd.geometry import Euclidean, Kronecker
 from dpngd.gradients import MICRO_BATCH, PerSample, pieces
 from dpngd.mechanism import GaussianMechanism, Geometry
 from dpngd.methods.baselines import Diagonal, Subspace, basis_bytes, principal_basis, sampled_labels, second_moment
-from dpngd.noise import stream
+from dpngd.natural import Natural
+from dpngd.noise import seeded_noise, stream
 from dpngd.training import models, record
 from dpngd.training.parallel import Workers
 
@@ -294,7 +296,7 @@ def opacus(mode: str) -> Callable[[Bench], Contender]:
 
 def _private(bench: Bench, geometry: Geometry, clips: tuple[float, ...] = (1.0,)) -> tuple[PerSample, Step]:
     per_sample = PerSample(copy.deepcopy(bench.model), K=bench.K)
-    mechanism, noise = GaussianMechanism(clips, 1.0, bench.B), stream(0, "noise")
+    mechanism, noise = GaussianMechanism(clips, 1.0, bench.B), seeded_noise(0)
 
     workers = Workers(per_sample, torch.get_num_threads())
     views = bench.K * workers.size(bench.B, bench.micro_batch, bench.K)
@@ -315,10 +317,11 @@ def dp_ngd(bench: Bench) -> Contender:
     """Ours, whitened at the floor given; the refresh is K-FAC on the public images with its eigendecompositions."""
     geometry = Kronecker()
     per_sample, step = _private(bench, geometry)
-    kfac = KFAC(per_sample.model, bench.public, generator=stream(0, "labels"))
+    natural = Natural(KFAC(per_sample.model, bench.public, generator=stream(0, "labels")), FixedFloor(bench.floor),
+                      T_cur=1, geometry=geometry)
 
     def refresh() -> None:
-        geometry.set(kfac(), bench.floor)
+        natural.prepare(0)
 
     refresh()
     return Contender(step, refresh)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from dpngd.clamping import Dynamic
+from dpngd.clamping import DynamicFloor
 from dpngd.suite import plots, stats
 from dpngd.suite.params import published
 from dpngd.suite.plots import OKABE_ITO, colour, end_labels, hollow, label, point, settle
@@ -234,9 +234,9 @@ def arms_at_half_rate(runs: Runs) -> Figure:
 # ---- More figures of the results: the clamping floor (Figure 4), the cost of a step (Table 5), robustness (Table 6).
 
 P = published()
-PHASES = {"gradients": "#0072B2", "whitening": "#D55E00", "curvature": "#E69F00", "rest": "#999999"}
+PHASES = {"gradients": "#0072B2", "whitening": "#D55E00", "mechanism": "#D55E00", "curvature": "#E69F00", "rest": "#999999"}
 AXES = {"T_cur": "T_cur: steps between estimates", "p": "p: exponent", "T1": "T1: warm-up share"}
-PHASE_NAMES = {"whitening": "norms and maps"}
+PHASE_NAMES = {"whitening": "norms and maps", "mechanism": "norms, maps, sums, noise"}
 
 
 def floors(runs: Runs) -> Figure:
@@ -306,7 +306,7 @@ def overhead(runs: Runs) -> Figure:
                 value = 1e3 * float(np.mean([p.get(phase, 0.0) for p in phases])) if phases else 0.0
                 ax.barh(row, value, left=start, color=ink, height=0.6)
                 start += value
-                used.add(phase)
+                used |= {phase} if value else set()
             ax.annotate(f"{start:.0f} ms", (start, row), xytext=(4, 0), textcoords="offset points", va="center",
                         fontsize=8)
         ax.set_yticks(range(len(here.methods())), [label(m) for m in here.methods()])
@@ -447,7 +447,7 @@ def theorem(theory: Theory) -> Figure:
 def schedule(lambda_safe: float, lambda_base: float, T: int, T1: float = 0.1, p: float = 10.0) -> Figure:
     """The clamping floor over a run."""
     figure, (ax,) = plots.new(width=5.2, height=2.8)
-    floor = Dynamic(lambda_safe, lambda_base, T, T1, p)
+    floor = DynamicFloor(lambda_safe, lambda_base, T, T1, p)
     t = np.linspace(0, T, 400)
     ax.plot(t, [floor(x) for x in t], color=colour("dp-ngd"), lw=2)
     for value, name in ((lambda_safe, "λ_safe"), (lambda_base, "λ_base")):

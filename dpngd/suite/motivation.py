@@ -21,14 +21,15 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from dpngd import privacy
-from dpngd.clamping import eta_ngd
+from dpngd.clamping import FixedFloor, eta_ngd
 from dpngd.curvature import KFAC
-from dpngd.geometry import Euclidean, Kronecker
+from dpngd.geometry import Euclidean
 from dpngd.gradients import PerSample
 from dpngd.mechanism import GaussianMechanism
-from dpngd.noise import stream
+from dpngd.natural import Natural
+from dpngd.noise import seeded_noise, stream
+from dpngd.sampling import PoissonSampler
 from dpngd.suite import figures
-from dpngd.training.recipe import PoissonSampler
 
 N, PUBLIC, B = 4000, 200, 400
 TURN = math.radians(30)
@@ -85,15 +86,15 @@ def _train(x, y, curvature: tuple[float, float] | None, eta: float, T: int, C: f
         start = torch.tensor(START) @ _AXES
         model.weight.copy_(torch.stack([-start / 2, start / 2]))
     per_sample, mechanism = PerSample(model), GaussianMechanism((C,), sigma, B)
-    sampler, draws = PoissonSampler(N, B, stream(seed, "sampling")), stream(seed, "noise")
-    geometry = Euclidean() if curvature is None else Kronecker()
+    sampler, draws = PoissonSampler(N, B, stream(seed, "sampling")), seeded_noise(seed)
+    geometry, prepare = Euclidean(), lambda t: None
     if curvature is not None:
         public = inputs(PUBLIC, curvature[0], stream(seed, "toy public inputs"))
-        estimate = KFAC(model, public, generator=stream(seed, "labels"))
+        natural = Natural(KFAC(model, public, generator=stream(seed, "labels")), FixedFloor(curvature[1]), T_cur=8)
+        geometry, prepare = natural.geometry, natural.prepare
     path = [model.weight.detach().clone()]
     for t in range(T):
-        if curvature is not None and t % 8 == 0:
-            geometry.set(estimate(), curvature[1])
+        prepare(t)
         rows = sampler.draw()
         release = mechanism.release([per_sample(x[rows], y[rows])], geometry, per_sample.zeros(), draws)
         per_sample.add_(release.direction, -eta)

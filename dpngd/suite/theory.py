@@ -20,7 +20,7 @@ from dpngd.data import load_private, load_public
 from dpngd.geometry import Kronecker
 from dpngd.gradients import Blocks, PerSample, SampleGradients
 from dpngd.mechanism import GaussianMechanism
-from dpngd.noise import stream
+from dpngd.noise import seeded_noise, stream
 from dpngd.suite.profiles import Profile
 from dpngd.suite.rules import Chi, Theory
 from dpngd.training import models
@@ -42,7 +42,7 @@ class Bench:
         self.x_public = to_float(public.x)
         self.F = KFAC(self.model, self.x_public, generator=stream(seed, "labels"))()
         self.g: SampleGradients = self.per_sample(to_float(private.x_train[:BATCH]), private.y_train[:BATCH])
-        self.noise = stream(seed, "noise")
+        self.noise = seeded_noise(seed)
         self.d = sum(z.numel() for z in self.per_sample.zeros())
 
     def releases(self, floor: float, draws: int = DRAWS) -> list[Blocks]:

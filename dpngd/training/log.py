@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from dpngd import privacy
 from dpngd.data import Private, Public
-from dpngd.gradients import Blocks, SampleGradients
-from dpngd.mechanism import GaussianMechanism, Geometry, Release
+from dpngd.mechanism import GaussianMechanism, Release
 from dpngd.methods.build import Method, Spend
 from dpngd.training.config import RunConfig
 from dpngd.training.recipe import to_float
@@ -30,9 +29,9 @@ class Clock:
     setup        data, calibration, start; at the end what was spent
     curvature    what the method estimates before a step (F, moments, basis)
     gradients    forward and backward passes, and per-sample gradients
-    whitening    norms ||L g_i||, L and R
+    mechanism    norms ||L g_i||, clipping, weighted sums, L, noise and R
     evaluation   accuracy on the test part
-    rest         everything else: drawing batches, weighted sums, noise, updates
+    rest         everything else: updates, averages, notes
     """
 
     def __init__(self) -> None:
@@ -54,38 +53,6 @@ class Clock:
         now = time.perf_counter()
         self.seconds[self._open[-1]] += now - self._since
         self._since = now
-
-
-class TimedGeometry:
-    """A geometry whose norms and maps count as whitening."""
-
-    def __init__(self, geometry: Geometry, clock: Clock):
-        self.geometry, self.clock = geometry, clock
-
-    def __getattr__(self, name: str):
-        return getattr(self.geometry, name)
-
-    def sq_norms(self, g: SampleGradients) -> Tensor:
-        with self.clock.phase("whitening"):
-            return self.geometry.sq_norms(g)
-
-    def into(self, sums: list[Blocks]) -> list[Blocks]:
-        with self.clock.phase("whitening"):
-            return self.geometry.into(sums)
-
-    def back(self, releases: list[Blocks]) -> Blocks:
-        with self.clock.phase("whitening"):
-            return self.geometry.back(releases)
-
-
-def timed(gradients: Iterator[SampleGradients], clock: Clock) -> Iterator[SampleGradients]:
-    """The same gradients; the time until each is there counts as theirs."""
-    while True:
-        with clock.phase("gradients"):
-            g = next(gradients, None)
-        if g is None:
-            return
-        yield g
 
 
 class Log:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dpngd.gradients import PerSample, SampleGradients
+from dpngd.training.log import Clock
 
 Batch = Iterable[tuple[Tensor, Tensor]]
 
@@ -44,8 +45,20 @@ class Workers:
         """Samples in a micro-batch: `views` views, or fewer so that a small batch too has one for each thread."""
         return max(1, min(views // K, -(-samples // self.threads)))
 
-    def gradients(self, batch: Batch) -> Iterator[SampleGradients]:
-        """The gradients of each micro-batch (x, y), in order. At most threads + 1 of them are held at a time."""
+    def gradients(self, batch: Batch, clock: Clock | None = None) -> Iterator[SampleGradients]:
+        """The gradients of each micro-batch (x, y), in order. At most threads + 1 of them are held at a time.
+
+        The time until each is there, the drawing of its batch included, counts as the clock's phase "gradients".
+        """
+        results = self._gradients(batch)
+        while True:
+            with clock.phase("gradients") if clock else contextlib.nullcontext():
+                g = next(results, None)
+            if g is None:
+                return
+            yield g
+
+    def _gradients(self, batch: Batch) -> Iterator[SampleGradients]:
         if self.threads == 1:
             yield from (self.per_sample(x, y) for x, y in batch)
             return

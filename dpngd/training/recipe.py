@@ -1,4 +1,4 @@
-"""The training recipe around every method: Poisson sampling, augmentation multiplicity, averaged weights.
+"""The training recipe around every method: augmentation multiplicity and averaged weights.
 
 After De et al. (2022): K random views a sample whose losses are averaged before the per-sample gradient is taken (the
 plain image is not one of them), an exponential moving average of the weights for evaluation, a constant rate eta, no
@@ -6,12 +6,8 @@ momentum, no weight decay.
 
 | symbol | meaning                                     | where                                            |
 | ------ | ------------------------------------------- | ------------------------------------------------ |
-| N, B   | private images; expected batch size         | `PoissonSampler`                                 |
-| q      | probability that an image is in a batch, B/N | `PoissonSampler.q`                               |
 | K      | views a sample                              | `augment`: (b,C,H,W) -> (b*K,C,H,W)              |
 | t      | number of updates so far                    | `EMA`: decay min(decay, (1+t)/(10+t))            |
-
-The step divides by the expected batch size B, never by the size of the batch drawn, which is private.
 """
 
 from __future__ import annotations
@@ -69,25 +65,6 @@ VIEWS: dict[str, Views | None] = {"svhn": Views(flip=False), "digits": None}
 def views_of(data: str) -> Views | None:
     """The views that suit a private set by name: the recipe's, without flips for SVHN, none at all for digits."""
     return VIEWS.get(data, Views())
-
-
-class PoissonSampler:
-    """Batches in which each of N images is, independently, with probability exactly q = B/N.
-
-    The accountant assumes this sampling and this q. A batch may be empty; the mechanism still adds its noise then.
-    """
-
-    def __init__(self, N: int, B: int, generator: Generator) -> None:
-        if not 1 <= B <= N:
-            raise UsageError(f"batch size B is {B} for N = {N} private images: take B from 1 to N")
-        self.N, self.B, self.generator = N, B, generator
-        self.q = B / N
-
-    def draw(self) -> Tensor:
-        """Positions (b,) int64 of the images in the next batch, ascending."""
-        # In double precision: single has steps of 2^-24, and would round q up to the next of them.
-        u = torch.rand(self.N, dtype=torch.float64, generator=self.generator, device=self.generator.device)
-        return torch.nonzero(u < self.q).flatten()
 
 
 def to_float(x: Tensor) -> Tensor:

@@ -14,13 +14,14 @@ from dpngd.data import Private, Public, check_disjoint, load_private, load_publi
 from dpngd.errors import UsageError
 from dpngd.gradients import MICRO_BATCH, PerSample
 from dpngd.methods.build import Setting, build, plan
-from dpngd.noise import stream
+from dpngd.noise import seeded_noise, stream
+from dpngd.sampling import PoissonSampler
 from dpngd.training import models
 from dpngd.training.config import RunConfig
-from dpngd.training.log import Clock, Log, TimedGeometry, timed
+from dpngd.training.log import Clock, Log
 from dpngd.training.parallel import Workers
 from dpngd.training.pretrain import pretrained
-from dpngd.training.recipe import EMA, PoissonSampler, draw_views, take_views, to_float, views_of
+from dpngd.training.recipe import EMA, draw_views, take_views, to_float, views_of
 from dpngd.training.record import Record
 
 Progress = Callable[[int, float, Callable[[], float]], None]
@@ -53,8 +54,7 @@ def run(config: RunConfig, *, progress: Progress | None = None, views: int | Non
         workers = Workers(per_sample, torch.get_num_threads() if device.type == "cpu" else 1)
         method = build(Setting(config, per_sample, spends, private.shape, images,
                                Batches(private, config, views, device, purpose="curvature-").draw))
-        geometry, noise = TimedGeometry(method.geometry, clock), stream(config.seed, "noise")
-        ema, log = EMA(model, config.ema), Log(config, model, method)
+        noise, ema, log = seeded_noise(config.seed), EMA(model, config.ema), Log(config, model, method)
 
     for t in range(config.T):
         try:
@@ -63,8 +63,9 @@ def run(config: RunConfig, *, progress: Progress | None = None, views: int | Non
         except FloatingPointError:  # its estimate overflows at these weights, or is nan
             log.diverged()
             break
-        gradients = timed(workers.gradients(batches.draw()), clock)
-        release = method.mechanism.release(gradients, geometry, per_sample.zeros(), noise)  # Module 3
+        with clock.phase("mechanism"):  # Module 3
+            gradients = workers.gradients(batches.draw(), clock)
+            release = method.mechanism.release(gradients, method.geometry, per_sample.zeros(), noise)
         per_sample.add_(release.direction, -config.eta)
         ema.update()
         log.step(release)

@@ -83,7 +83,7 @@ def reference_power(Ms, floor, p):
 def whitened(layers, floor, p, clamp="product", dtype=torch.float32):
     geometry = Kronecker(left=p, right=p, clamp=clamp)
     geometry.set(layers.curvature, floor, dtype)
-    norms = geometry.sq_norms(layers.gradients)
+    norms = geometry.sq_norms(layers.gradients)[0]
     assert norms.shape == (1, len(layers.gradients))
     return geometry, norms[0].double().sqrt()
 
@@ -122,7 +122,7 @@ def test_steep_samples_among_others():
     floor = steep.floor("something")
     geometry = Kronecker()
     geometry.set(steep.curvature, floor)
-    norms = geometry.sq_norms(SampleGradients(mixed, torch.zeros(6)))[0].double().sqrt()
+    norms = geometry.sq_norms(SampleGradients(mixed, torch.zeros(6)))[0][0].double().sqrt()
     powers = steep.power(floor, -0.5)
     exact = torch.cat([steep.norms(powers), plain.norms(powers)])[order]
     torch.testing.assert_close(norms, exact, rtol=1e-5, atol=0)
@@ -169,7 +169,7 @@ def test_wide_layers(form, clamps, leak, wide_curvature):
     floor = {"nothing": 1e-6, "something": 1.0, "everything": 1e6}[clamps]
     geometry = Kronecker()
     geometry.set([F], floor)
-    norms = geometry.sq_norms(SampleGradients([x], torch.zeros(b)))[0].double().sqrt()
+    norms = geometry.sq_norms(SampleGradients([x], torch.zeros(b)))[0][0].double().sqrt()
     rotated = F.Q_G[0].mT @ dense @ F.Q_A[0]
     exact = (rotated.square() / F.spectrum()[0].clamp(min=floor)).flatten(1).sum(1).sqrt()
     torch.testing.assert_close(norms, exact, rtol=1e-5, atol=0)
@@ -192,7 +192,7 @@ def test_norms_of_a_network_on_its_own_curvature(clamps):
                    "everything": 2 * spectrum[-1]}[clamps])
     geometry = Kronecker()
     geometry.set(curvature, floor, torch.float64)
-    norms = geometry.sq_norms(PerSample(model, K=2)(x, y))[0].sqrt()
+    norms = geometry.sq_norms(PerSample(model, K=2)(x, y))[0][0].sqrt()
     gradients, _ = reference.per_sample(model, x, y, K=2)
     exact = sum((g.flatten(1) @ reference.kfac_power(A, G, floor, -0.5)).square().sum(1)
                 for g, (A, G) in zip(gradients, factors, strict=True)).sqrt()
@@ -224,7 +224,7 @@ def test_left_zero_is_euclidean():
     geometry, norms = whitened(layers, layers.floor("something"), 0)
     exact = torch.cat([g.flatten(1) for g in layers.dense], 1).norm(dim=1)
     torch.testing.assert_close(norms, exact, rtol=1e-6, atol=0)
-    torch.testing.assert_close(Euclidean().sq_norms(layers.gradients)[0].double().sqrt(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(Euclidean().sq_norms(layers.gradients)[0][0].double().sqrt(), exact, rtol=1e-6, atol=0)
     sums = [g[0] for g in layers.dense]
     assert geometry.into([sums])[0] is sums
     assert Euclidean().into([sums]) == [sums]
@@ -239,7 +239,7 @@ def test_curvature_of_few_images_has_zeros():
     u = torch.randn(4, 1, 5, 6, generator=g)
     geometry = Kronecker()
     geometry.set([LayerCurvature.of(A, G)], 1e-3)
-    norms = geometry.sq_norms(SampleGradients([Dense(u)], torch.zeros(4)))[0].double().sqrt()
+    norms = geometry.sq_norms(SampleGradients([Dense(u)], torch.zeros(4)))[0][0].double().sqrt()
     exact = (u.double().flatten(1) @ reference.kfac_power(A, G, 1e-3, -0.5)).norm(dim=1)
     torch.testing.assert_close(norms, exact, rtol=1e-5, atol=0)
 
@@ -263,8 +263,8 @@ def test_the_floor_and_the_curvature_of_a_step_are_the_ones_set():
     geometry.set(layers.curvature, 0.1)
     assert geometry.layers is kept
     geometry.set(layers.curvature, 0.2)
-    torch.testing.assert_close(geometry.sq_norms(layers.gradients)[0].double().sqrt(),
+    torch.testing.assert_close(geometry.sq_norms(layers.gradients)[0][0].double().sqrt(),
                                layers.norms(layers.power(0.2, -0.5)), rtol=1e-5, atol=0)
     geometry.set(other.curvature, 0.2)
-    torch.testing.assert_close(geometry.sq_norms(layers.gradients)[0].double().sqrt(),
+    torch.testing.assert_close(geometry.sq_norms(layers.gradients)[0][0].double().sqrt(),
                                layers.norms(other.power(0.2, -0.5)), rtol=1e-5, atol=0)

@@ -13,7 +13,7 @@ from torch import nn
 from dpngd.geometry import Euclidean
 from dpngd.gradients import PerSample
 from dpngd.mechanism import GaussianMechanism
-from dpngd.noise import stream
+from dpngd.noise import seeded_noise, stream
 
 
 def left_map(name, blocks):
@@ -66,14 +66,14 @@ def test_a_sample_that_is_not_finite_contributes_exactly_zero_and_is_counted(nam
     mechanism, geometry = GaussianMechanism((1.0,), 0.0, 3), geometry_of(name)
     bad = batch_of(["plain", kind, "plain", kind, "small"], 2)
     only = bad.select(torch.tensor([0, 2, 4]))
-    expected = mechanism.release([only], geometry, ZEROS, stream(0, "noise"))
-    release = mechanism.release([bad], geometry, ZEROS, stream(0, "noise"))
+    expected = mechanism.release([only], geometry, ZEROS, seeded_noise(0))
+    release = mechanism.release([bad], geometry, ZEROS, seeded_noise(0))
     torch.testing.assert_close(flat(release.direction), flat(expected.direction), rtol=1e-5, atol=1e-7)
     assert (release.nonfinite, expected.nonfinite) == (2, 0)
     assert release.norms.shape == (1, 3)
     assert release.loss == pytest.approx((0 + 2 + 4) / 3)
     assert flat(release.direction).norm() > 0
-    nothing = mechanism.release([bad.select(torch.tensor([1, 3]))], geometry, ZEROS, stream(0, "noise"))
+    nothing = mechanism.release([bad.select(torch.tensor([1, 3]))], geometry, ZEROS, seeded_noise(0))
     assert nothing.nonfinite == 2
     assert not flat(nothing.direction).any()
     assert math.isnan(nothing.loss)

@@ -11,18 +11,16 @@ from dpngd.errors import UsageError
 from dpngd.geometry import Euclidean, Kronecker
 from dpngd.gradients import SampleGradients
 from dpngd.layers.forms import Dense
-from dpngd.mechanism import NONE, GaussianMechanism
-from dpngd.noise import stream
+from dpngd.mechanism import GaussianMechanism
+from dpngd.noise import seeded_noise
 
 
 class TwoChannels:
     """The gradient twice: in channel 1 as it is, in channel 2 times three. R adds them."""
 
-    fragile = NONE
-
     def sq_norms(self, g):
         n = g.sq_norms()
-        return torch.stack([n, 9 * n])
+        return torch.stack([n, 9 * n]), torch.zeros(len(g), dtype=torch.bool)
 
     def into(self, sums):
         return [sums[0], [3 * u for u in sums[1]]]
@@ -48,7 +46,7 @@ def deviation(values, expected):
 def test_an_empty_batch_releases_noise_alone(batches):
     sigma, C, B = 1.7, 0.3, 12.0
     mechanism = GaussianMechanism((C,), sigma, B)
-    release = mechanism.release(batches, Euclidean(), [torch.zeros(1, 40, 500)], stream(0, "noise"))
+    release = mechanism.release(batches, Euclidean(), [torch.zeros(1, 40, 500)], seeded_noise(0))
     noise = release.direction[0]
     assert deviation(noise, sigma * C / B) < 5
     assert abs(noise.mean()) < 5 * sigma * C / B / math.sqrt(noise.numel())
@@ -63,7 +61,7 @@ def test_noise_is_added_after_L_and_before_R():
         geometry = Kronecker(left, right)
         geometry.set([LayerCurvature.of(4 * big, big)], 1e-3)
         mechanism = GaussianMechanism((1.0,), 1.0, 1.0)
-        noise = mechanism.release([], geometry, [torch.zeros(1, 60, 60)], stream(0, "noise")).direction[0]
+        noise = mechanism.release([], geometry, [torch.zeros(1, 60, 60)], seeded_noise(0)).direction[0]
         assert deviation(noise, std) < 5
 
 
@@ -73,7 +71,7 @@ def test_two_channels_share_one_budget():
     mechanism = GaussianMechanism(clips, sigma, 2.0)
     assert mechanism.sensitivity == clips
     assert mechanism.noise_std == pytest.approx([sigma * math.sqrt(2) * C for C in clips])
-    release = mechanism.release([], Apart(), [torch.zeros(1, 100, 200)], stream(0, "noise")).direction[0]
+    release = mechanism.release([], Apart(), [torch.zeros(1, 100, 200)], seeded_noise(0)).direction[0]
     for channel, C in zip(release, clips, strict=True):
         assert deviation(channel, sigma * math.sqrt(2) * C / 2.0) < 5
     assert abs(float((release[0] * release[1]).mean() / (release[0].std() * release[1].std()))) < 5 / math.sqrt(20_000)
@@ -101,7 +99,7 @@ def test_division_is_by_the_expected_batch_size():
     """Not by 3, nor by the number of finite ones."""
     batch, geometry = batch_of(["plain", "nan", "plain"], 4), geometry_of("DP-SGD")
     s = GaussianMechanism((1.0,), 0.0, 100.0)
-    release = s.release([batch], geometry, ZEROS, stream(0, "noise"))
+    release = s.release([batch], geometry, ZEROS, seeded_noise(0))
     expected = flat(s.clipped_sums([batch], geometry, ZEROS).sums[0]) / 100
     torch.testing.assert_close(flat(release.direction), expected, rtol=1e-6, atol=0)
 
@@ -111,11 +109,11 @@ def test_noise_comes_from_the_generator_alone():
     state = torch.get_rng_state()
 
     def direction(seed):
-        return flat(mechanism.release([batch], geometry, ZEROS, stream(seed, "noise")).direction)
+        return flat(mechanism.release([batch], geometry, ZEROS, seeded_noise(seed)).direction)
 
     assert torch.equal(direction(0), direction(0))
     assert not torch.equal(direction(0), direction(1))
-    g = stream(0, "noise")
+    g = seeded_noise(0)
     first, second = (flat(mechanism.release([batch], geometry, ZEROS, g).direction) for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.equal(torch.get_rng_state(), state)
@@ -125,10 +123,10 @@ def test_noise_comes_from_the_generator_alone():
 def test_the_micro_batches_do_not_matter(name):
     kinds = ["plain", "small", "nan", "1e8", "plain", "zero", "plain", "inf", "plain"]
     batch, geometry, mechanism = batch_of(kinds, 6), geometry_of(name), GaussianMechanism((1.0,), 0.8, 5)
-    whole = mechanism.release([batch], geometry, ZEROS, stream(0, "noise"))
+    whole = mechanism.release([batch], geometry, ZEROS, seeded_noise(0))
     for splits in ([1] * 9, [4, 5], [2, 1, 6], [3, 0, 6]):
         parts = torch.arange(9).split(splits)
-        release = mechanism.release((batch.select(p) for p in parts), geometry, ZEROS, stream(0, "noise"))
+        release = mechanism.release((batch.select(p) for p in parts), geometry, ZEROS, seeded_noise(0))
         torch.testing.assert_close(flat(release.direction), flat(whole.direction), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(release.norms, whole.norms, rtol=1e-5, atol=0)
         assert (release.nonfinite, release.clipped) == (whole.nonfinite, whole.clipped) == (2, whole.clipped)
@@ -138,14 +136,14 @@ def test_the_micro_batches_do_not_matter(name):
 def test_the_sums_given_for_their_shapes_are_left_alone():
     batch = batch_of(["plain"], 7)
     for zeros, g in ((ZEROS, batch), ([z.double() for z in ZEROS], batch.double())):
-        release = GaussianMechanism((1.0,), 0.5, 1).release([g], Euclidean(), zeros, stream(0, "noise"))
+        release = GaussianMechanism((1.0,), 0.5, 1).release([g], Euclidean(), zeros, seeded_noise(0))
         assert not any(z.any() for z in zeros)
         assert {u.dtype for u in release.direction} == {zeros[0].dtype}
 
 
 def test_diagnostics():
     batch = batch_of(["plain", "zero", "1e8", "small"], 8)
-    release = GaussianMechanism((1.0,), 0.0, 4).release([batch], Euclidean(), ZEROS, stream(0, "noise"))
+    release = GaussianMechanism((1.0,), 0.0, 4).release([batch], Euclidean(), ZEROS, seeded_noise(0))
     assert release.clipped == 0.5
     assert release.loss == pytest.approx((0 + 1 + 2 + 3) / 4)
 

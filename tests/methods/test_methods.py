@@ -17,7 +17,7 @@ from dpngd.gradients import PerSample, SampleGradients, micro_batches
 from dpngd.layers.forms import Dense
 from dpngd.methods.baselines import flatten, sampled_labels
 from dpngd.methods.build import BUILDERS, CURVATURE_SHARE, build, plan
-from dpngd.noise import stream
+from dpngd.noise import seeded_noise, stream
 from dpngd.training.config import METHODS
 
 HUGE = 1e12
@@ -125,7 +125,7 @@ def update(name, x, y, **options):
     m = build(s)
     m.prepare(0)
     batches = micro_batches(s.per_sample, x, y, 5)
-    release = m.mechanism.release(batches, m.geometry, s.per_sample.zeros(), stream(0, "noise"))
+    release = m.mechanism.release(batches, m.geometry, s.per_sample.zeros(), seeded_noise(0))
     g, _ = per_sample(network(torch.float64), x, y)
     return -s.config.eta * flatten(release.direction), torch.cat([part.flatten(1) for part in g], 1)
 
@@ -244,7 +244,7 @@ def test_private_curvature_takes_the_place_of_the_public_one(name):
     s.public = None
     m = build(s)
     m.prepare(0)
-    release = m.mechanism.release(iter([s.per_sample(x, y)]), m.geometry, s.per_sample.zeros(), stream(0, "noise"))
+    release = m.mechanism.release(iter([s.per_sample(x, y)]), m.geometry, s.per_sample.zeros(), seeded_noise(0))
     g = torch.cat([part.flatten(1) for part in per_sample(model, x, y)[0]], 1)
     inverse = []
     for F in m.geometry.curvature:

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpngd import clamping
-from dpngd.clamping import Dynamic, Fixed, NoFloor
+from dpngd.clamping import DynamicFloor, FixedFloor, NoFloor
 from dpngd.curvature import KFAC, LayerCurvature
 from dpngd.errors import UsageError
 from dpngd.geometry import Euclidean, Kronecker
 from dpngd.gradients import PerSample, SampleGradients
 from dpngd.layers.forms import Dense
 from dpngd.mechanism import GaussianMechanism
-from dpngd.noise import stream
+from dpngd.noise import seeded_noise, stream
 
 CLASSES = 3
 
@@ -63,7 +63,7 @@ def test_theorem_1(setting):
     batch, zeros, curvature, dense, gradients = setting
     eta, C, sigma, B, M = 0.7, 6.0, 0.9, 4.0, 4000
     floor = float(torch.linalg.eigvalsh(dense).median())
-    geometry, mechanism, noise = dp_ngd(curvature, floor), GaussianMechanism((C,), sigma, B), stream(0, "noise")
+    geometry, mechanism, noise = dp_ngd(curvature, floor), GaussianMechanism((C,), sigma, B), seeded_noise(0)
     updates = -eta * torch.stack([flat(mechanism.release([batch], geometry, zeros, noise).direction) for _ in range(M)])
 
     inverse, root = reference.power(dense, floor, -1), reference.power(dense, floor, -0.5)
@@ -86,7 +86,7 @@ def test_theorem_1(setting):
 def test_the_whitened_norm_is_the_mahalanobis_norm(setting):
     """||F~^-1/2 g|| = sqrt(g' F~^-1 g)."""
     batch, _, curvature, dense, gradients = setting
-    norms = dp_ngd(curvature, 1e-3).sq_norms(batch)[0].sqrt()
+    norms = dp_ngd(curvature, 1e-3).sq_norms(batch)[0][0].sqrt()
     inverse = reference.power(dense, 1e-3, -1)
     torch.testing.assert_close(norms, torch.einsum("bi,ij,bj->b", gradients, inverse, gradients).sqrt())
 
@@ -104,7 +104,7 @@ def test_duality_of_clipping_and_kl(setting, C):
     root = reference.power(dense, floor, -0.5)
     for i in range(len(batch)):
         one = batch.select(torch.tensor([i]))
-        step = -eta * flat(mechanism.release([one], geometry, zeros, stream(0, "noise")).direction)
+        step = -eta * flat(mechanism.release([one], geometry, zeros, seeded_noise(0)).direction)
         quadratic = float(step @ clamped @ step) / 2
         norm = min(C, float((root @ gradients[i]).norm()))
         assert quadratic == pytest.approx(eta**2 * norm**2 / 2, rel=5e-5)
@@ -124,9 +124,9 @@ def test_true_kl_of_a_softmax_model_stays_within_the_trust_region():
     persample, curvature = PerSample(model), KFAC(model, x, labels="exact")()
     batch, C = persample(x, torch.tensor([1])), 0.5
     geometry = dp_ngd(curvature, 1e-6)
-    assert geometry.sq_norms(batch).sqrt() > C
+    assert geometry.sq_norms(batch)[0].sqrt() > C
     mechanism = GaussianMechanism((C,), 0.0, 1.0)
-    direction = mechanism.release([batch], geometry, persample.zeros(), stream(0, "noise")).direction
+    direction = mechanism.release([batch], geometry, persample.zeros(), seeded_noise(0)).direction
     log_p = F.log_softmax(model(x).detach(), 1)
     excess = []
     for eta in (0.1, 0.01, 0.001):
@@ -143,7 +143,7 @@ def test_true_kl_of_a_softmax_model_stays_within_the_trust_region():
 
 def expected_square(curvature, batch, zeros, floor, eta, C, sigma, B, M=400):
     """(mean, standard error) of ||update||^2 over M draws."""
-    geometry, mechanism, noise = dp_ngd(curvature, floor), GaussianMechanism((C,), sigma, B), stream(0, "noise")
+    geometry, mechanism, noise = dp_ngd(curvature, floor), GaussianMechanism((C,), sigma, B), seeded_noise(0)
     squares = torch.stack([(eta * flat(mechanism.release([batch], geometry, zeros, noise).direction)).square().sum()
                            for _ in range(M)])
     return float(squares.mean()), float(squares.std()) / math.sqrt(M)
@@ -187,7 +187,7 @@ positive = st.floats(1e-6, 1e3)
 def test_schedule(base, factor, T, T1, p, fractions):
     """lambda_safe at 0, lambda_base at T_1, lambda_safe at T; falling, then rising; linear, then a power."""
     safe = base * factor
-    schedule = Dynamic(safe, base, T, T1, p)
+    schedule = DynamicFloor(safe, base, T, T1, p)
     T_1 = T1 * T
     assert schedule(0) == pytest.approx(safe)
     assert schedule(T_1) == pytest.approx(base)
@@ -204,7 +204,7 @@ def test_schedule(base, factor, T, T1, p, fractions):
 
 def test_the_plateau_lies_near_lambda_base():
     """p = 10: at the middle of training the floor is within 1 % of lambda_base (of the drop)."""
-    schedule = Dynamic(1.0, 0.25, 100)
+    schedule = DynamicFloor(1.0, 0.25, 100)
     assert schedule(50) - 0.25 < 0.01 * 0.75
     assert schedule(90) > 0.4
 
@@ -217,14 +217,14 @@ def test_the_plateau_lies_near_lambda_base():
 ])
 def test_schedules_that_are_refused(arguments, says):
     with pytest.raises(UsageError) as error:
-        Dynamic(*arguments)
+        DynamicFloor(*arguments)
     assert says in str(error.value)
 
 
 def test_fixed_floor():
-    assert [Fixed(0.3)(t) for t in (0, 5, 1e6)] == [0.3] * 3
+    assert [FixedFloor(0.3)(t) for t in (0, 5, 1e6)] == [0.3] * 3
     with pytest.raises(UsageError, match="lambda_safe is -1"):
-        Fixed(-1.0)
+        FixedFloor(-1.0)
 
 
 # ------------------------------------------------------------------------------------------------------ limits
@@ -236,14 +236,14 @@ def test_dp_ngd_becomes_dp_sgd_as_the_floor_grows(setting):
     batch, zeros, curvature, dense, gradients = setting
     eta_sgd, sigma, B = 0.5, 0.7, 4.0
     C_sgd = float(gradients.norm(dim=1).median())  # some samples are clipped, some are not
-    sgd = GaussianMechanism((C_sgd,), sigma, B).release([batch], Euclidean(), zeros, stream(0, "noise"))
+    sgd = GaussianMechanism((C_sgd,), sigma, B).release([batch], Euclidean(), zeros, seeded_noise(0))
     largest = float(torch.linalg.eigvalsh(dense).max())
     distances = []
     for lam in (largest * 1e-4, largest * 1e-2, largest * 1.001, largest * 1e4, largest * 1e12):
         C_ngd = C_sgd / math.sqrt(lam)
         eta = clamping.eta_ngd(lam, C_ngd, eta_sgd, C_sgd)
         mechanism = GaussianMechanism((C_ngd,), sigma, B)
-        ngd = mechanism.release([batch], dp_ngd(curvature, lam), zeros, stream(0, "noise"))
+        ngd = mechanism.release([batch], dp_ngd(curvature, lam), zeros, seeded_noise(0))
         difference = eta * flat(ngd.direction) - eta_sgd * flat(sgd.direction)
         distances.append(float(difference.norm() / (eta_sgd * flat(sgd.direction)).norm()))
     assert distances[0] > distances[1] > 1e-3
@@ -254,8 +254,8 @@ def test_with_every_sample_clipped_the_two_clips_are_free(setting):
     """eta_ngd C_ngd = eta_sgd C_sgd sqrt(lambda) alone is enough then: only the direction of a sample matters."""
     batch, zeros, curvature, dense, _ = setting
     eta_sgd, C_sgd, C_ngd, lam = 0.5, 1e-3, 1e-5, 2 * float(torch.linalg.eigvalsh(dense).max())
-    sgd = GaussianMechanism((C_sgd,), 1.0, 4.0).release([batch], Euclidean(), zeros, stream(0, "noise"))
-    ngd = GaussianMechanism((C_ngd,), 1.0, 4.0).release([batch], dp_ngd(curvature, lam), zeros, stream(0, "noise"))
+    sgd = GaussianMechanism((C_sgd,), 1.0, 4.0).release([batch], Euclidean(), zeros, seeded_noise(0))
+    ngd = GaussianMechanism((C_ngd,), 1.0, 4.0).release([batch], dp_ngd(curvature, lam), zeros, seeded_noise(0))
     assert sgd.clipped == ngd.clipped == 1.0
     eta = clamping.eta_ngd(lam, C_ngd, eta_sgd, C_sgd)
     torch.testing.assert_close(eta * flat(ngd.direction), eta_sgd * flat(sgd.direction), rtol=1e-9, atol=1e-15)
@@ -273,10 +273,10 @@ def test_no_floor_is_the_unclamped_curvature():
     geometry.set([LayerCurvature.of(A, G)], floor)
     dense = torch.kron(G[0], A[0])
     exact = torch.linalg.solve(dense, u.double().flatten(1).mT).mT
-    norms = geometry.sq_norms(SampleGradients([Dense(u)], torch.zeros(5)))[0].double()
+    norms = geometry.sq_norms(SampleGradients([Dense(u)], torch.zeros(5)))[0][0].double()
     torch.testing.assert_close(norms, (u.double().flatten(1) * exact).sum(1), rtol=1e-5, atol=0)
     assert geometry.clamped_share() == 0
     geometry.set([LayerCurvature.of(0 * A, G)], floor)
-    norms = geometry.sq_norms(SampleGradients([Dense(u)], torch.zeros(5)))[0].double()
+    norms = geometry.sq_norms(SampleGradients([Dense(u)], torch.zeros(5)))[0][0].double()
     torch.testing.assert_close(norms, u.double().flatten(1).square().sum(1) * 1e12, rtol=1e-5, atol=0)
     assert geometry.clamped_share() == 1

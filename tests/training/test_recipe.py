@@ -9,7 +9,8 @@ from scipy import stats
 
 from dpngd.errors import UsageError
 from dpngd.noise import stream
-from dpngd.training.recipe import EMA, PoissonSampler, augment, draw_views, take_views, to_float, views_of
+from dpngd.sampling import PoissonSampler
+from dpngd.training.recipe import EMA, augment, draw_views, take_views, to_float, views_of
 
 ALARM = 1e-4  # a sound sampler fails a test at this level once in 10,000 seeds; the seed is fixed
 

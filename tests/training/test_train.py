@@ -60,7 +60,7 @@ def test_record_says_what_was_spent_and_reached(records, method):
     assert rows[0]["step"] == 1
     assert all(len(row["norms"]) == len(clips) and len(row["norms"][0]) == 3 for row in rows)
     assert ("clamped_share" in rows[0]) == method.startswith("dp-ngd")
-    assert {"setup", "curvature", "gradients", "whitening", "rest", "total"} <= set(r.seconds)
+    assert {"setup", "curvature", "gradients", "mechanism", "rest", "total"} <= set(r.seconds)
     assert r.seconds["total"] == pytest.approx(sum(v for k, v in r.seconds.items() if k != "total"))
     assert {"python", "torch", "opacus", "cpu", "cores", "device", "commit"} <= set(r.where)
     assert len(r.train_loss) == r.steps

@@ -1,0 +1,62 @@
+"""Algorithm 2 of the paper, Modules 1 and 2: the natural geometry, fixed before each batch is drawn.
+
+    Module 1   F <- K-FAC(public images; theta_t)                  every T_cur steps
+    Module 2   F~ <- F with its eigenvalues clamped at lambda_t    every step
+    Module 3   the private step in F~'s geometry                   (`dpngd.mechanism`)
+
+    for t in range(T):
+        natural.prepare(t)
+        release = mechanism.release(gradients, natural.geometry, zeros, noise)
+        theta <- theta - eta * release.direction
+
+Guarantee: `prepare` sees public images, weights that were released before, and t. None of them costs privacy. Where the
+estimate comes from private data (`dpngd.methods.private_curvature`), the estimate itself is a release that is paid for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dpngd.clamping import Floor
+from dpngd.curvature import LayerCurvature
+from dpngd.errors import UsageError
+from dpngd.geometry import Kronecker
+
+Estimate = Callable[[], list[LayerCurvature]]
+"""F of every layer at the present weights: `curvature.KFAC`, or a noisy one."""
+
+
+class Natural:
+    """The geometry L = F~^left, R = F~^right along a run.
+
+    estimate   F at the present weights (Module 1)
+    floor      lambda_t as a function of t (Module 2)
+    T_cur      steps between two estimates
+    unit       F and lambda_t are divided by it. The Opacus optimizer whitens by F / lambda_safe, see there
+    """
+
+    def __init__(self, estimate: Estimate, floor: Floor, T_cur: int, *, geometry: Kronecker | None = None,
+                 unit: float = 1.0, dtype: torch.dtype = torch.float32):
+        if T_cur < 1:
+            raise UsageError(f"T_cur is {T_cur}: the curvature is refreshed every T_cur >= 1 steps")
+        self.estimate, self.floor, self.T_cur = estimate, floor, T_cur
+        self.geometry = Kronecker() if geometry is None else geometry
+        self.unit, self.dtype = unit, dtype
+        self.F: list[LayerCurvature] | None = None
+
+    def prepare(self, t: int) -> None:
+        """Fix F~ for step t; call it before the step's first batch is looked at."""
+        if self.F is None or t % self.T_cur == 0:
+            self.refresh()
+        self.geometry.set(self.F, self.floor(t) / self.unit, self.dtype)
+
+    def refresh(self) -> None:
+        """Module 1: estimate F now."""
+        F = self.estimate()
+        self.F = F if self.unit == 1 else [layer.scaled(1 / self.unit) for layer in F]
+
+    def diagnose(self) -> dict[str, float]:
+        """The floor and the share of eigenvalues on it. Public, as F is."""
+        return {"lambda_t": self.geometry.lambda_t * self.unit, "clamped_share": self.geometry.clamped_share()}
