@@ -17,7 +17,6 @@ Poisson sampling at rate q = B/N, and all rest on the mechanism's own (see `mech
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -35,41 +34,17 @@ from dpngd.methods.baselines import Diagonal, Subspace, check_memory, principal_
 from dpngd.methods.private_curvature import PrivateKFAC
 from dpngd.natural import Estimate, Natural
 from dpngd.noise import seeded_noise, stream
+from dpngd.privacy import Spend
 from dpngd.training.config import RunConfig
 
 CURVATURE_SHARE = {"dp-ngd-private-20": 0.2, "dp-ngd-private-50": 0.5}
 """The fraction f of epsilon and of delta that a private curvature costs."""
 
 
-@dataclass(frozen=True)
-class Spend:
-    """One part of the budget: what it is for, its noise multiplier, and that it pays a release every `every` steps."""
-
-    purpose: str
-    epsilon: float
-    delta: float
-    sigma: float
-    every: int = 1
-
-    def releases(self, steps: int) -> int:
-        """How many releases there are in this many steps (the first is in step 0)."""
-        return math.ceil(steps / self.every)
-
-    def spent(self, q: float, steps: int, accountant: str = "prv") -> float:
-        return privacy.spent(self.sigma, q, self.releases(steps), self.delta, accountant)
-
-
 def plan(config: RunConfig, q: float, N: int) -> list[Spend]:
-    """What the budget of a run pays for, gradients first, each part calibrated by PRV. Needs no data, only q and N."""
-    whole, c = privacy.Budget(config.epsilon, config.delta), config
-
-    def part(purpose: str, budget: privacy.Budget, every: int = 1) -> Spend:
-        return Spend(purpose, *budget, privacy.calibrate(*budget, q, math.ceil(c.T / every), N=N), every)
-
-    if c.method not in CURVATURE_SHARE:
-        return [part("gradients", whole)]
-    curvature, gradients = privacy.split(*whole, CURVATURE_SHARE[c.method])
-    return [part("gradients", gradients), part("curvature", curvature, c.T_cur)]
+    """What the budget of a run pays for (`privacy.plan`, with the method's share). Needs no data, only q and N."""
+    share = CURVATURE_SHARE.get(config.method, 0.0)
+    return privacy.plan(config.epsilon, config.delta, q, config.T, N, curvature_share=share, T_cur=config.T_cur or 1)
 
 
 @dataclass

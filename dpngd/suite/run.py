@@ -18,14 +18,14 @@ from typing import Any
 
 import yaml
 
-from dpngd import privacy
 from dpngd.errors import UsageError, unknown
+from dpngd.methods.build import plan
 from dpngd.suite import profiles, report, sweep
 from dpngd.suite.execute import Outcome, execute
 from dpngd.suite.profiles import Profile
 from dpngd.suite.store import ROOT, Store
 from dpngd.suite.study import CHOICES, NOTEBOOKS, PARAMETERS, configs
-from dpngd.training.config import METHODS, RunConfig
+from dpngd.training.config import RunConfig
 
 FIGURES = ROOT / "figures"
 
@@ -208,10 +208,7 @@ def spell(hours: float) -> str:
 
 
 def noise(config: RunConfig) -> tuple[float, str]:
-    """q, and sigma of the gradients: of the run's whole budget, or of the part that private curvature leaves."""
-    n = config.N - round(config.N * config.validation)
-    budget = privacy.Budget(config.epsilon, config.delta)
-    if "curvature_C" in METHODS[config.method].uses:
-        budget = privacy.split(*budget, float(config.method.rsplit("-", 1)[1]) / 100)[1]
-    q = config.B / n
-    return q, f"{privacy.calibrate(*budget, q, config.T, N=n):.3f}"
+    """q, and the sigma of the gradients as the run will have it."""
+    N = config.N - round(config.N * config.validation)
+    q = config.B / N
+    return q, f"{plan(config, q, N)[0].sigma:.3f}"

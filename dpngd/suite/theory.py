@@ -13,13 +13,13 @@ import math
 import torch
 from torch import Tensor
 
-from dpngd import privacy
 from dpngd.clamping import eta_ngd
 from dpngd.curvature import KFAC, LayerCurvature
 from dpngd.data import load_private, load_public
 from dpngd.geometry import Kronecker
 from dpngd.gradients import Blocks, PerSample, SampleGradients
 from dpngd.mechanism import GaussianMechanism
+from dpngd.methods.build import plan
 from dpngd.noise import seeded_noise, stream
 from dpngd.suite.profiles import Profile
 from dpngd.suite.rules import Chi, Theory
@@ -134,18 +134,18 @@ def safety(bench: Bench, lambda_safe: float = 0.3) -> list[dict]:
 
 
 def privacy_rows(profile: Profile, artifact: str = "utility_table", **given) -> list[dict]:
-    """sigma of every cell and method of a profile, and what it spends under both accountants."""
+    """The gradients' sigma in every cell and method of a profile, and what the run spends under both accountants."""
     rows = {}
     for c in profile.configs(artifact, **given):
         if (c.data, c.epsilon, c.method) in rows:
             continue
         q = c.B / c.N
-        sigma = privacy.calibrate(c.epsilon, c.delta, q, c.T, N=c.N)
+        spends = plan(c, q, c.N)
         S = c.C if c.C is not None else math.hypot(c.C0, c.C1)
         rows[c.data, c.epsilon, c.method] = {
             "data": c.data, "epsilon": c.epsilon, "method": c.method, "N": c.N, "B": c.B, "q": q, "T": c.T,
-            "delta": c.delta, "S": S, "sigma": sigma, "spent": privacy.spent(sigma, q, c.T, c.delta),
-            "spent_rdp": privacy.spent(sigma, q, c.T, c.delta, "rdp")}
+            "delta": c.delta, "S": S, "sigma": spends[0].sigma, "spent": sum(s.spent(q, c.T) for s in spends),
+            "spent_rdp": sum(s.spent(q, c.T, "rdp") for s in spends)}
     return list(rows.values())
 
 

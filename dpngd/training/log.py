@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from dpngd import privacy
 from dpngd.data import Private, Public
 from dpngd.mechanism import GaussianMechanism, Release
-from dpngd.methods.build import Method, Spend
+from dpngd.methods.build import Method
+from dpngd.privacy import Spend
 from dpngd.training.config import RunConfig
 from dpngd.training.recipe import to_float
 from dpngd.training.record import Record, where
@@ -146,7 +147,7 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor, size: int = 500) -> tuple[f
 def accounting(spends: list[Spend], mechanism: GaussianMechanism, q: float, config: RunConfig) -> dict:
     """What all T steps spend, under both accountants: each part, and together by basic composition.
 
-    A run that diverged is counted in full. It stopped early, but when it stopped hung on what had been released.
+    A run that diverged is counted in full: it stopped early, but the step at which it stopped depends on its releases.
     """
     parts = []
     for s in spends:

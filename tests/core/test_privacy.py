@@ -174,6 +174,31 @@ def test_a_repeated_calibration_is_remembered():
     assert time.perf_counter() - start < 1  # 100 calibrations take half a minute
 
 
+def test_a_plan_without_private_curvature_is_one_calibration():
+    (only,) = privacy.plan(2.0, DELTA, 0.08, 100, 5000)
+    sigma = privacy.calibrate(2.0, DELTA, 0.08, 100)
+    assert only == privacy.Spend("gradients", 2.0, DELTA, sigma)
+    assert only.spent(0.08, 100) == privacy.spent(sigma, 0.08, 100, DELTA)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_a_plan_with_private_curvature_splits_the_budget(share):
+    """sigma of both parts against the split done by hand; 13 releases of curvature in 100 steps, one every 8."""
+    gradients, curvature = privacy.plan(2.0, DELTA, 0.08, 100, 5000, curvature_share=share, T_cur=8)
+    paid, rest = privacy.split(2.0, DELTA, share)
+    assert gradients.sigma == privacy.calibrate(*rest, 0.08, 100)
+    assert curvature.sigma == privacy.calibrate(*paid, 0.08, 13)
+    assert (gradients.releases(100), curvature.releases(100), curvature.releases(1)) == (100, 13, 1)
+
+
+@pytest.mark.parametrize(("change", "message"), [({"curvature_share": 1.0}, "must be below 1"),
+                                                 ({"curvature_share": -0.2}, "must be above 0"),
+                                                 ({"curvature_share": 0.2, "T_cur": 0}, "T_cur=0 must be an integer")])
+def test_impossible_plans_are_refused(change, message):
+    with pytest.raises(UsageError, match=message):
+        privacy.plan(2.0, DELTA, 0.08, 100, 5000, **change)
+
+
 @given(st.floats(1e-3, 100), st.floats(1e-12, 0.1), st.floats(1e-3, 0.999))
 def test_a_split_budget_composes_to_no_more_than_the_whole(epsilon, delta, fraction):
     first, second = privacy.split(epsilon, delta, fraction)
@@ -192,13 +217,13 @@ def test_a_split_budget_composes_to_no_more_than_the_whole(epsilon, delta, fract
         ({"epsilon": math.nan}, "epsilon=nan is not finite"),
         ({"epsilon": "one"}, "epsilon='one' is not a number"),
         ({"epsilon": None}, "epsilon=None is not a number"),
-        ({"epsilon": 101}, "epsilon=101 protects nobody"),
+        ({"epsilon": 101}, "epsilon=101 must be at most 100"),
         ({"epsilon": 1e-5}, "PRV needs a grid|no sigma found"),
         ({"delta": 0}, "delta=0 must be above 0"),
         ({"delta": 1}, "delta=1 must be below 1"),
         ({"delta": 1e-3}, "delta=0.001 must be below 1/N = 0.001 for N=1000"),
-        ({"delta": 0.5, "N": None, "T": 1}, "delta=0.5 must be below 0.1, a sample's chance"),
-        ({"delta": 1e-12}, "delta=1e-12 is below PRV's least"),
+        ({"delta": 0.5, "N": None, "T": 1}, "delta=0.5 must be below 0.1, the probability"),
+        ({"delta": 1e-12}, "delta=1e-12 is below the least that PRV supports"),
         ({"q": 0}, "q=0 must be above 0"),
         ({"q": 1.001}, "q=1.001 must be at most 1: the batch size B exceeds N"),
         ({"q": math.nan}, "q=nan is not finite"),

@@ -4,8 +4,9 @@ import torch
 from torch import nn
 
 from dpngd.gradients import PerSample
-from dpngd.methods.build import Setting, Spend, build, plan
+from dpngd.methods.build import Setting, build, plan
 from dpngd.noise import stream
+from dpngd.privacy import Spend
 from dpngd.training.config import METHODS, RunConfig
 
 SHAPE, CLASSES = (1, 6, 6), 4

@@ -284,7 +284,7 @@ def test_private_arms_pay_their_share_for_a_release_every_T_cur_steps():
 def test_impossible_budgets_are_errors():
     with pytest.raises(UsageError, match=r"delta=0.01 must be below 1/N"):
         plan(config("dp-sgd", delta=0.01), 0.05, 160)
-    with pytest.raises(UsageError, match="protects nobody"):
+    with pytest.raises(UsageError, match="must be at most 100"):
         plan(config("dp-sgd", epsilon=1e6), 0.05, 160)
 
 
