@@ -23,10 +23,15 @@ def lambda_safe(eta_ngd: float, C_ngd: float, eta_sgd: float, C_sgd: float) -> f
     return (eta_ngd * C_ngd / (eta_sgd * C_sgd)) ** 2
 
 
-def eta_ngd(lambda_safe: float, C_ngd: float, eta_sgd: float, C_sgd: float) -> float:
-    """The same equation solved for the rate: eta_ngd C_ngd = eta_sgd C_sgd sqrt(lambda_safe)."""
-    _positive("lambda_safe", lambda_safe)
-    return eta_sgd * C_sgd * math.sqrt(lambda_safe) / C_ngd
+def eta_ngd(lambda_safe: float, C_ngd: float, eta_sgd: float, C_sgd: float, right: float = -0.5) -> float:
+    """The same equation solved for the rate: eta_ngd C_ngd = eta_sgd C_sgd sqrt(lambda_safe).
+
+    `right` is the power of F with which a method maps back. DP-NGD's is -1/2; for an arm with another one the longest
+    step, eta C lambda_safe^right, is made equal to DP-SGD's in the same way.
+    """
+    for name, value in (("lambda_safe", lambda_safe), ("C_ngd", C_ngd), ("eta_sgd", eta_sgd), ("C_sgd", C_sgd)):
+        _positive(name, value)
+    return eta_sgd * C_sgd * lambda_safe**-right / C_ngd
 
 
 @dataclass(frozen=True)

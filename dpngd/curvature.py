@@ -178,3 +178,15 @@ class Moments:
 
 def _plus(total: Tensor | None, term: Tensor) -> Tensor:
     return term if total is None else total.add_(term)
+
+
+def draw_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """y ~ softmax(logits), one uniform number a row: neither the size of the parts nor a nan row disturbs the rest."""
+    u = torch.rand(len(logits), 1, dtype=torch.float64, generator=generator).to(logits.device)
+    return (logits.double().softmax(1).cumsum(1) < u).sum(1).clamp(max=logits.shape[1] - 1)
+
+
+@torch.no_grad()
+def sampled_labels(model: nn.Module, x: Tensor, generator: torch.Generator) -> Tensor:
+    """y ~ p_theta(. | x), the labels of DP-NGD's Fisher matrix."""
+    return draw_labels(torch.cat([model(part) for part in x.split(500)]), generator)

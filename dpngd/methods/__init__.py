@@ -1,0 +1,203 @@
+"""The methods of the paper's tables: what each one is, in one entry, and how it is built around the one mechanism.
+
+    update = -(eta / B) R( sum_i clip_C(L g_i) + sigma C xi )
+
+    name                   releases per step                         noise multiplier calibrated to
+    dp-sgd, dp-sgd-pt      gradient sum, sensitivity C               (epsilon, delta)
+    adadps                 scaled gradient sum, C                    (epsilon, delta)
+    gep                    embedding sum C0 and residual sum C1      (epsilon, delta), noise sqrt(2) larger on each
+    dp-ngd and its arms    gradient sum under F~'s power, C          (epsilon, delta)
+    dp-ngd-private-f       as dp-ngd; every T_cur steps also         (1-f)(epsilon, delta) for the gradients and
+                           K-FAC factors, 1 and curvature_C          f (epsilon, delta) for the factors, PRV each
+
+Adding a method is one entry here (`register`), a builder (one of those here, or a function Setting -> Built), and its
+settings in params/. The guarantee of a method is in the docstring of its builder. All are for adding or removing one
+sample, under Poisson sampling at rate q = B/N, and all rest on the mechanism's own (see `dpngd.mechanism`).
+
+This module does not import torch: names, labels and fields are needed where nothing is trained.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dpngd.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dpngd.gradients import PerSample
+    from dpngd.mechanism import GaussianMechanism, Geometry
+    from dpngd.privacy import Spend
+
+PUBLIC = frozenset({"public", "public_size"})
+CURVATURE = frozenset({"C", "T_cur"})  # what every DP-NGD reads, whatever its floor
+FLOORS = {"dynamic": frozenset({"lambda_safe", "lambda_base", "T1", "p"}), "fixed": frozenset({"lambda_safe"}),
+          "none": frozenset()}
+"""The floors of Module 2 (`dpngd.clamping`), and the fields that each reads."""
+
+# Okabe and Ito's colours, which people with any of the common colour deficiencies can tell apart.
+BLACK, SKY, ORANGE, GREEN, BLUE, VERMILION, PURPLE = ("#000000", "#56B4E9", "#E69F00", "#009E73", "#0072B2", "#D55E00",
+                                                      "#CC79A7")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A method or an ablation arm: everything that is known of it, in one place."""
+
+    name: str
+    label: str  # in tables and figures
+    about: str  # what it is, in a few words
+    uses: frozenset[str]  # all fields of a RunConfig that it reads beyond those of every run
+    builder: str | Callable[[Setting], Built]  # a function, or "module:function", imported when it is built
+    colour: str = BLUE  # arms share one: their labels tell them apart
+    marker: str = "o"
+    baseline: bool = False  # one of the methods that the paper compares DP-NGD with
+    pretrained: bool = False  # starts from weights trained on the public set
+    arm_of: str | None = None  # an ablation arm names the method that it varies
+    studies: str = ""  # what an arm is about: "floor", "clipping", "labels", "clamping" or "private curvature"
+    left: float | None = None  # power of F~ before clipping; None for a method without F
+    right: float | None = None  # power of F~ after the noise
+    clamp: str = "product"  # what is clamped: the product spectrum, or each "factor"
+    floor: str = "dynamic"  # a key of FLOORS
+    labels: str = "sampled"  # of the Fisher matrix (`dpngd.curvature`)
+    curvature_share: float = 0.0  # the fraction f of the budget that private curvature costs
+
+    @property
+    def public(self) -> bool:
+        """Whether the method reads a public set."""
+        return "public" in self.uses
+
+    @property
+    def second_order(self) -> bool:
+        """Whether it uses curvature: its rate then follows from lambda_safe (`clamping.eta_ngd`)."""
+        return self.left is not None
+
+
+METHODS: dict[str, Method] = {}
+"""Every method by name, in the order of the tables."""
+
+
+def register(method: Method) -> Method:
+    """Add a method. Its name must be new."""
+    if method.name in METHODS:
+        raise UsageError(f"a method {method.name!r} is registered already: take another name")
+    METHODS[method.name] = method
+    return method
+
+
+def method(name: str) -> Method:
+    """The method of this name; an error that suggests one where there is none."""
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    return METHODS[name]
+
+
+def baselines() -> list[str]:
+    return [m.name for m in METHODS.values() if m.baseline]
+
+
+def arms(*studies: str) -> list[str]:
+    """The ablation arms that study one of these."""
+    return [m.name for m in METHODS.values() if m.studies in studies]
+
+
+@dataclass
+class Setting:
+    """What a builder may use. `draw` gives a Poisson batch of the private set for releases of the method's own."""
+
+    config: Any  # a RunConfig, or anything with the fields that the method reads
+    per_sample: PerSample
+    spends: list[Spend]  # what the budget pays for, gradients first (`privacy.plan`)
+    shape: tuple[int, ...]  # (C, H, W) of an image
+    public: Tensor | None = None
+    draw: Callable[[], Iterable[tuple[Tensor, Tensor]]] | None = None
+
+    @property
+    def method(self) -> Method:
+        return method(self.config.method)
+
+
+@dataclass
+class Built:
+    """A method ready to step: geometry, mechanism, and what to do before the batch of step t is drawn."""
+
+    geometry: Geometry
+    mechanism: GaussianMechanism
+    prepare: Callable[[int], None] = lambda t: None
+    diagnose: Callable[[], dict[str, float]] = dict
+
+
+def plan(config: Any, q: float, N: int) -> list[Spend]:
+    """What the budget of a run pays for (`privacy.plan`, with the method's share). Needs no data, only q and N."""
+    from dpngd import privacy  # late: it loads torch by way of Opacus
+
+    share = method(config.method).curvature_share
+    return privacy.plan(config.epsilon, config.delta, q, config.T, N, curvature_share=share, T_cur=config.T_cur or 1)
+
+
+def build(setting: Setting) -> Built:
+    """The method that the config names."""
+    return builder_of(setting.method)(setting)
+
+
+def builder_of(method: Method) -> Callable[[Setting], Built]:
+    """The builder itself; its docstring states the method's guarantee."""
+    if not isinstance(method.builder, str):
+        return method.builder
+    module, _, function = method.builder.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def every(n: int, refresh: Callable[[], None]) -> Callable[[int], None]:
+    """A `prepare` that refreshes at steps 0, n, 2n, ..."""
+    return lambda t: refresh() if t % n == 0 else None
+
+
+def _baseline(name: str, label: str, about: str, builder: str, uses: frozenset[str], colour: str, marker: str,
+              **more: Any) -> None:
+    register(Method(name=name, label=label, about=about, builder=builder, uses=uses, colour=colour, marker=marker,
+                    baseline=True, **more))
+
+
+def _natural(name: str, label: str, about: str, *, floor: str = "dynamic", left: float = -0.5, right: float = -0.5,
+             curvature_share: float = 0.0, **more: Any) -> None:
+    """DP-NGD, or an arm that differs from it in what is given."""
+    private = curvature_share > 0  # curvature from the private set: no public set at all
+    register(Method(
+        name=name, label=label, about=about, floor=floor, left=left, right=right, curvature_share=curvature_share,
+        uses=CURVATURE | FLOORS[floor] | ({"curvature_C"} if private else PUBLIC),
+        builder="dpngd.methods.private_curvature:build" if private else "dpngd.methods.dp_ngd:build",
+        arm_of=None if name == "dp-ngd" else "dp-ngd", **more))
+
+
+_baseline("dp-sgd", "DP-SGD", "isotropic first-order baseline", "dpngd.methods.dp_sgd:build", frozenset({"C"}), BLACK,
+          "o")
+_baseline("dp-sgd-pt", "DP-SGD-PT", "DP-SGD after public pre-training", "dpngd.methods.dp_sgd:build",
+          frozenset({"C", "pt_steps", "pt_eta"}) | PUBLIC, SKY, "s", pretrained=True)
+_baseline("gep", "GEP", "public gradient subspace and residual", "dpngd.methods.gep:build",
+          frozenset({"C0", "C1", "gep_directions", "T_cur"}) | PUBLIC, ORANGE, "^")
+_baseline("adadps", "AdaDPS", "diagonal scaling by public moments", "dpngd.methods.adadps:build",
+          frozenset({"C", "adadps_e", "T_cur"}) | PUBLIC, GREEN, "D")
+_natural("dp-ngd", "DP-NGD", "whitened, dynamic floor, clamped product, sampled labels", colour=VERMILION, marker="P")
+_natural("dp-ngd-fixed-floor", "fixed floor", "floor fixed at lambda_safe", floor="fixed", marker="v", studies="floor")
+_natural("dp-ngd-no-floor", "no floor", "eigenvalues not clamped", floor="none", colour=PURPLE, marker="X",
+         studies="floor")
+_natural("dp-ngd-factor-clamp", "factor clamp", "each Kronecker factor clamped, not their product", clamp="factor",
+         studies="clamping")
+_natural("dp-ngd-pre", "pre-conditioning", "raw gradients clipped, then F^-1", left=0.0, right=-1.0,
+         studies="clipping")
+_natural("dp-ngd-post", "post-conditioning", "natural gradients F^-1 g clipped", left=-1.0, right=0.0,
+         studies="clipping")
+_natural("dp-ngd-one-sided", "one-sided", "whitened and clipped, never mapped back (DP-KFC)", right=0.0,
+         studies="clipping")
+_natural("dp-ngd-labels-exact", "exact Fisher", "Fisher summed over all classes", labels="exact", studies="labels")
+_natural("dp-ngd-labels-random", "random labels", "Fisher from uniformly random labels", labels="random",
+         studies="labels")
+_natural("dp-ngd-private-20", "private 20/80", "private curvature for 20% of the budget", curvature_share=0.2,
+         studies="private curvature")
+_natural("dp-ngd-private-50", "private 50/50", "private curvature for 50% of the budget", curvature_share=0.5,
+         studies="private curvature")

@@ -25,14 +25,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpngd.curvature import LayerCurvature
+from dpngd.curvature import LayerCurvature, draw_labels
 from dpngd.gradients import Blocks, PerSample, SampleGradients, Tape
 from dpngd.layers.trainable import Layer
 from dpngd.mechanism import GaussianMechanism
-from dpngd.methods.baselines import draw_labels
-from dpngd.noise import Noise
+from dpngd.methods import Built, Setting
+from dpngd.methods.dp_ngd import whitened
+from dpngd.noise import Noise, seeded_noise, stream
 
 CLIP_A = 1.0
+
+
+def build(setting: Setting) -> Built:
+    """DP-NGD with curvature from the private set, paid for with a fraction f of the budget.
+
+    Guarantee: ceil(T / T_cur) releases of two channels (see the module's top), calibrated by PRV to (f epsilon,
+    f delta), and T releases of the sum of F~^-1/2 g, sensitivity C, calibrated by PRV to the rest. Basic composition
+    makes that (epsilon, delta); the curvature is a released quantity, so whitening with it is post-processing.
+    """
+    c, (_, paid) = setting.config, setting.spends
+    private = PerSample(setting.per_sample.model, K=c.K, check=False)
+    noisy = PrivateKFAC(private, setting.shape, c.curvature_C, paid.sigma, c.B, labels=stream(c.seed, "labels"),
+                        noise=seeded_noise(c.seed, "curvature-noise"))
+    return whitened(setting, lambda: noisy(setting.draw()))
 
 
 class Gram:

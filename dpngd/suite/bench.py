@@ -25,16 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dpngd.clamping import FixedFloor
-from dpngd.curvature import KFAC
+from dpngd import methods
 from dpngd.errors import Parser, UsageError, exit_code, unknown
-from dpngd.geometry import Euclidean, Kronecker
 from dpngd.gradients import MICRO_BATCH, PerSample, pieces
-from dpngd.mechanism import GaussianMechanism, Geometry
-from dpngd.methods.baselines import Diagonal, Subspace, basis_bytes, principal_basis, sampled_labels, second_moment
-from dpngd.natural import Natural
+from dpngd.methods import METHODS, Setting
+from dpngd.methods.gep import basis_bytes
 from dpngd.noise import seeded_noise, stream
+from dpngd.privacy import Spend
 from dpngd.training import models, record
+from dpngd.training.config import RunConfig
 from dpngd.training.parallel import Workers
 
 DEFAULT_BATCH = {"wrn-16-4": 64}
@@ -64,11 +63,11 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     skipped: dict[str, str] = {}
     for c in args.contenders:
         try:
-            running[c] = CONTENDERS[c](bench)
+            running[c] = contender(c)(bench)
         except NotApplicable as reason:
             skipped[c] = str(reason)
-    for contender in running.values():
-        contender.step()  # warm-up: first calls allocate, and check the model
+    for made in running.values():
+        made.step()  # warm-up: first calls allocate, and check the model
     seconds: dict[str, list[float]] = {c: [] for c in running}
     refresh: dict[str, list[float]] = {c: [] for c, r in running.items() if r.refresh}
     turns = [(r, c) for r in range(args.repeats) for c in running]
@@ -114,21 +113,21 @@ def ratios(rows: dict) -> dict[str, float]:
     return out
 
 
-def peak_memory(contender: str, model: str, batch: int, args: argparse.Namespace) -> float:
+def peak_memory(name: str, model: str, batch: int, args: argparse.Namespace) -> float:
     """MiB that one step (and a refresh) adds to a fresh process that already holds the model and the data."""
     options = ["--models", model, "--batch", batch, "--K", args.K, "--public", args.public, "--floor", args.floor,
-               "--micro-batch", args.micro_batch, "--threads", args.threads, "--peak-of", contender]
+               "--micro-batch", args.micro_batch, "--threads", args.threads, "--peak-of", name]
     command = [sys.executable, "-m", "dpngd.suite.bench", *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"measuring the memory of {contender} failed: {done.stderr}")
+        raise RuntimeError(f"measuring the memory of {name} failed: {done.stderr}")
     return float(done.stdout)
 
 
-def own_peak(contender: str, args: argparse.Namespace) -> float:
+def own_peak(name: str, args: argparse.Namespace) -> float:
     bench = make_bench(args.models[0], args.batch, args.K, args.public, args.floor, args.micro_batch)
     before = high_water()
-    running = CONTENDERS[contender](bench)
+    running = contender(name)(bench)
     running.step()
     running.step()
     return (high_water() - before) / 1024
@@ -163,7 +162,8 @@ def table(report: dict) -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = Parser(prog="python -m dpngd.bench", description=__doc__.split("\n\n")[0])
     p.add_argument("--models", nargs="+", default=["resnet-20", "wrn-10-1", "wrn-16-4"], metavar="MODEL")
-    p.add_argument("--contenders", nargs="+", default=list(CONTENDERS), metavar="NAME", help=", ".join(CONTENDERS))
+    p.add_argument("--contenders", nargs="+", default=list(DEFAULT_CONTENDERS), metavar="NAME",
+                   help=f"of {', '.join(OTHERS)}, and the methods (default {', '.join(DEFAULT_CONTENDERS)})")
     p.add_argument("--batch", type=int, help="samples a step (default 256; 64 for wrn-16-4)")
     p.add_argument("--K", type=int, default=1, help="views a sample (augmentation multiplicity)")
     p.add_argument("--repeats", type=int, default=9)
@@ -179,8 +179,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--peak-of", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     for name in args.contenders:
-        if name not in CONTENDERS:
-            raise unknown("contender", name, CONTENDERS)
+        if name not in OTHERS and name not in METHODS:
+            raise unknown("contender", name, [*OTHERS, *METHODS])
     for name, value in vars(args).items():
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
@@ -294,80 +294,63 @@ def opacus(mode: str) -> Callable[[Bench], Contender]:
     return build
 
 
-def _private(bench: Bench, geometry: Geometry, clips: tuple[float, ...] = (1.0,)) -> tuple[PerSample, Step]:
-    per_sample = PerSample(copy.deepcopy(bench.model), K=bench.K)
-    mechanism, noise = GaussianMechanism(clips, 1.0, bench.B), seeded_noise(0)
+def private(name: str) -> Callable[[Bench], Contender]:
+    """Ours: a step of a registered method; the refresh is its public estimate (curvature, moments, basis)."""
 
-    workers = Workers(per_sample, torch.get_num_threads())
-    views = bench.K * workers.size(bench.B, bench.micro_batch, bench.K)
+    def build(bench: Bench) -> Contender:
+        config = settings_of(name, bench)
+        if config.gep_directions is not None:
+            d = sum(p.numel() for p in bench.model.parameters())
+            need = basis_bytes(d, len(bench.public), config.gep_directions) / 2**30
+            if need > GEP_GIB:
+                raise NotApplicable(f"its basis needs {need:.1f} GiB, more than the benchmark's {GEP_GIB:g}")
+        per_sample = PerSample(copy.deepcopy(bench.model), K=bench.K)
+        spends = [Spend("gradients", config.epsilon, config.delta, sigma=1.0)]
+        if METHODS[name].curvature_share:
+            spends.append(Spend("curvature", config.epsilon, config.delta, sigma=1.0))
+        workers = Workers(per_sample, torch.get_num_threads())
+        views = bench.K * workers.size(bench.B, bench.micro_batch, bench.K)
+        built = methods.build(Setting(config, per_sample, spends, tuple(bench.x.shape[1:]), bench.public,
+                                      lambda: pieces(bench.x, bench.y, bench.K, views)))
+        noise = seeded_noise(0)
 
-    def step() -> None:
-        batches = workers.gradients(pieces(bench.x, bench.y, bench.K, views))
-        per_sample.add_(mechanism.release(batches, geometry, per_sample.zeros(), noise).direction, -1e-6)
+        def step() -> None:
+            batches = workers.gradients(pieces(bench.x, bench.y, bench.K, views))
+            release = built.mechanism.release(batches, built.geometry, per_sample.zeros(), noise)
+            per_sample.add_(release.direction, -1e-6)
 
-    return per_sample, step
+        def refresh() -> None:
+            built.prepare(0)
 
+        refresh()
+        return Contender(step, refresh if "T_cur" in METHODS[name].uses else None)
 
-def dp_sgd(bench: Bench) -> Contender:
-    """Ours, the identity around the mechanism."""
-    return Contender(_private(bench, Euclidean())[1])
-
-
-def dp_ngd(bench: Bench) -> Contender:
-    """Ours, whitened at the floor given; the refresh is K-FAC on the public images with its eigendecompositions."""
-    geometry = Kronecker()
-    per_sample, step = _private(bench, geometry)
-    natural = Natural(KFAC(per_sample.model, bench.public, generator=stream(0, "labels")), FixedFloor(bench.floor),
-                      T_cur=1, geometry=geometry)
-
-    def refresh() -> None:
-        natural.prepare(0)
-
-    refresh()
-    return Contender(step, refresh)
-
-
-def adadps(bench: Bench) -> Contender:
-    """Ours, scaled by the second moment of public gradients, which is the refresh."""
-    geometry, labels = Diagonal(1e-5), stream(0, "labels")
-    per_sample, step = _private(bench, geometry)
-    public = PerSample(per_sample.model, check=False)
-
-    def refresh() -> None:
-        y = sampled_labels(public.model, bench.public, labels)
-        geometry.set(second_moment(public, bench.public, y))
-
-    refresh()
-    return Contender(step, refresh)
+    return build
 
 
-def gep(bench: Bench) -> Contender:
-    """Ours, embedding and residual; the refresh is the basis of public gradients, as often as the others refresh."""
-    d, n = sum(p.numel() for p in bench.model.parameters()), len(bench.public)
-    need = basis_bytes(d, n, GEP_DIRECTIONS) / 2**30
-    if need > GEP_GIB:
-        raise NotApplicable(f"its basis needs {need:.1f} GiB, more than the benchmark's {GEP_GIB:g}")
-    geometry = Subspace(PerSample(bench.model, check=False).zeros())
-    per_sample, step = _private(bench, geometry, (10.0, 2.0))
-    public, y = PerSample(per_sample.model, check=False), torch.randint(10, (n,), generator=stream(0, "labels"))
-
-    def refresh() -> None:
-        geometry.set(*principal_basis(public, bench.public, y, GEP_DIRECTIONS))
-
-    refresh()
-    return Contender(step, refresh)
+def settings_of(name: str, bench: Bench) -> RunConfig:
+    """A config for the clock: what a step costs depends on shapes, and on the floor through the rank that it leaves."""
+    values = {"C": 1.0, "C0": 10.0, "C1": 2.0, "gep_directions": GEP_DIRECTIONS, "adadps_e": 1e-5, "T_cur": 1,
+              "lambda_safe": bench.floor, "lambda_base": bench.floor, "T1": 0.1, "p": 10.0, "curvature_C": 1.0,
+              "public": "noise", "public_size": len(bench.public), "pt_steps": 1, "pt_eta": 0.1}
+    return RunConfig.from_dict({
+        "method": name, "data": "cifar10", "model": "small", "epsilon": 1.0, "B": bench.B, "T": 1, "eta": 1e-6,
+        "seed": 0, "K": bench.K, "augment": bench.K > 1, "evals": 1,
+        **{field: value for field, value in values.items() if field in METHODS[name].uses}})
 
 
-CONTENDERS: dict[str, Callable[[Bench], Contender]] = {
+def contender(name: str) -> Callable[[Bench], Contender]:
+    """What is timed under this name: one of OTHERS, or a registered method."""
+    return OTHERS[name] if name in OTHERS else private(name)
+
+
+OTHERS: dict[str, Callable[[Bench], Contender]] = {
     "plain": plain,
     "opacus-hooks": opacus("hooks"),
     "opacus-functorch": opacus("functorch"),
     "opacus-ghost": opacus("ghost"),
-    "dp-sgd": dp_sgd,
-    "adadps": adadps,
-    "gep": gep,
-    "dp-ngd": dp_ngd,
 }
+DEFAULT_CONTENDERS = (*OTHERS, "dp-sgd", "adadps", "gep", "dp-ngd")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dpngd.methods import arms, baselines
 from dpngd.suite import rules, stats
 from dpngd.suite.params import published
 from dpngd.suite.rules import Decision, Theory
-from dpngd.suite.runs import BASELINES, Runs
+from dpngd.suite.runs import Runs
 
 P = published()
 MEASURED = ("theory", "bench")  # notebook 00's Theory, and the report of `python -m dpngd.bench`
@@ -48,7 +49,7 @@ def _text(section: str, name: str, **where: Any) -> Any:
 def paper_leads() -> dict[tuple[str, float], float]:
     """The paper's own lead over the best baseline, cell by cell of Table 2."""
     table = P["utility_table"]
-    return {(data, epsilon): rows["dp-ngd"][i] - max(rows[m][i] for m in BASELINES)
+    return {(data, epsilon): rows["dp-ngd"][i] - max(rows[m][i] for m in baselines())
             for data, rows in table["mean"].items() for i, epsilon in enumerate(table["epsilons"])}
 
 
@@ -170,7 +171,7 @@ CLAIMS: tuple[Claim, ...] = (
           "ablation_clipping", rules.chain(("dp-ngd", "dp-ngd-post"), ("dp-ngd-post", "dp-ngd-pre"))),
     Claim("half-rate-arms", "04_ablations", "At half its tuned rate DP-NGD is ahead of DP-SGD-PT and of its own arms.",
           "our question", "", "ablation_decoupling+ablation_clipping+ablation_ours+rates",
-          rules.half_rate_over(rules.RIVALS),
+          rules.half_rate_over(rules.rivals()),
           question="What do Tables 3 and 4 say where DP-NGD stays away from the rate at which it turns unstable?"),
     Claim("no-floor", "04_ablations", "Without a floor training diverges.", P["ablation_floor"]["place"],
           "NaN within the first few steps", "ablation_floor", rules.diverges("dp-ngd-no-floor"), steady=True),
@@ -188,10 +189,10 @@ CLAIMS: tuple[Claim, ...] = (
           question="What does the share of clamped eigenvalues do over a run?"),
     Claim("open-choices", "04_ablations", "Clamping factors or product, and the Fisher's labels, change under 1 point.",
           "our question", "", "ablation_ours",
-          rules.alike(rules.OPEN, 1.0),
+          rules.alike(arms("clamping", "labels"), 1.0),
           question="Does it matter whether factors or their product are clamped, and which labels the Fisher takes?"),
     Claim("open-choices-half", "04_ablations", "At half the rate those choices change under 1 point.",
-          "our question", "", "open_choices", rules.alike(rules.OPEN, 1.0),
+          "our question", "", "open_choices", rules.alike(arms("clamping", "labels"), 1.0),
           question="And where all of them stay away from the rate at which DP-NGD turns unstable?"),
     Claim("step-cost", "05_wallclock_overhead", "A DP-NGD step costs no more than the paper's multiple of DP-SGD-PT's.",
           P["overhead"]["place"], "; ".join(f"{d} {v:.1f} times" for d, v in STEP_COST.items()), "overhead",

@@ -16,14 +16,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from dpngd.clamping import DynamicFloor
+from dpngd.methods import METHODS
 from dpngd.suite import plots, stats
 from dpngd.suite.params import published
 from dpngd.suite.plots import OKABE_ITO, colour, end_labels, hollow, label, point, settle
-from dpngd.suite.rules import RIVALS, Theory, at_half_rate, round_one, side_by_side
+from dpngd.suite.rules import Theory, at_half_rate, rivals, round_one, side_by_side
 from dpngd.suite.runs import Runs, step_phases
 from dpngd.suite.tables import paper_accuracy
 from dpngd.suite.tuning import expected_best
-from dpngd.training.config import METHODS
 
 if TYPE_CHECKING:
     from dpngd.suite.motivation import Valley
@@ -90,7 +90,7 @@ def utility(runs: Runs) -> Figure:
 
 
 def legend(figure: Figure, methods: list[str], note: str) -> None:
-    handles = [Line2D([], [], color=colour(m), marker=plots.MARKERS.get(m, "o"), lw=0,
+    handles = [Line2D([], [], color=colour(m), marker=METHODS[m].marker, lw=0,
                                              label=label(m)) for m in methods]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(5, len(methods)), fontsize=8,
                   title=note, title_fontsize=7.5, frameon=False)
@@ -225,16 +225,17 @@ def releases(runs: Runs) -> Figure:
 
 def arms_at_half_rate(runs: Runs) -> Figure:
     """What has a rate of its own, in points above DP-NGD at half of what was chosen for it."""
-    shared = {(c.data, c.epsilon) for c in runs.configs if c.method in RIVALS}
+    shared = {(c.data, c.epsilon) for c in runs.configs if c.method in rivals()}
     here = Runs([c for c in runs.configs if (c.data, c.epsilon) in shared], runs.found)
-    groups = [(label(m), {"method": m}) for m in here.methods() if m in RIVALS]
+    groups = [(label(m), {"method": m}) for m in here.methods() if m in rivals()]
     return dots(here, groups, reference=at_half_rate, above="DP-NGD at half its rate")
 
 
 # ---- More figures of the results: the clamping floor (Figure 4), the cost of a step (Table 5), robustness (Table 6).
 
 P = published()
-PHASES = {"gradients": "#0072B2", "whitening": "#D55E00", "mechanism": "#D55E00", "curvature": "#E69F00", "rest": "#999999"}
+PHASES = {"gradients": "#0072B2", "whitening": "#D55E00", "mechanism": "#D55E00",
+          "curvature": "#E69F00", "rest": "#999999"}
 AXES = {"T_cur": "T_cur: steps between estimates", "p": "p: exponent", "T1": "T1: warm-up share"}
 PHASE_NAMES = {"whitening": "norms and maps", "mechanism": "norms, maps, sums, noise"}
 
@@ -336,7 +337,7 @@ def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
         values = sorted({*here.values(axis), *paper["values"]})
         for i, v in enumerate(values):
             if v == default:
-                ax.plot([i - 0.12], [0], plots.MARKERS["dp-ngd"], color=colour("dp-ngd"), ms=5.5)
+                ax.plot([i - 0.12], [0], METHODS["dp-ngd"].marker, color=colour("dp-ngd"), ms=5.5)
             else:
                 e = here.lead({axis: v}, {axis: default}) if v in here.values(axis) else stats.NOTHING
                 point(ax, i - 0.12, e, "dp-ngd")
@@ -369,7 +370,7 @@ def trials(runs: Runs) -> Figure:
             if METHODS[m].arm_of or not found:
                 continue
             best = [expected_best(found, k) for k in range(1, len(found) + 1)]
-            ax.plot(range(1, len(best) + 1), best, color=colour(m), lw=1.6, marker=plots.MARKERS.get(m, "o"), ms=3.5)
+            ax.plot(range(1, len(best) + 1), best, color=colour(m), lw=1.6, marker=METHODS[m].marker, ms=3.5)
             ends.append((len(best), best[-1], label(m), colour(m)))
             shown += best
         settle(ax, shown, 0.08, room=2)

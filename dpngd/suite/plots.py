@@ -14,19 +14,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dpngd.methods import METHODS
 from dpngd.suite import stats
-from dpngd.training.config import METHODS
 
 OKABE_ITO = {"black": "#000000", "orange": "#E69F00", "sky": "#56B4E9", "green": "#009E73", "yellow": "#F0E442",
              "blue": "#0072B2", "vermilion": "#D55E00", "purple": "#CC79A7"}
-COLOURS = {
-    "dp-sgd": OKABE_ITO["black"], "dp-sgd-pt": OKABE_ITO["sky"], "gep": OKABE_ITO["orange"],
-    "adadps": OKABE_ITO["green"], "dp-ngd": OKABE_ITO["vermilion"],
-    "dp-ngd-fixed-floor": OKABE_ITO["blue"], "dp-ngd-no-floor": OKABE_ITO["purple"],
-}
-MARKERS = {"dp-sgd": "o", "dp-sgd-pt": "s", "gep": "^", "adadps": "D", "dp-ngd": "P", "dp-ngd-fixed-floor": "v",
-           "dp-ngd-no-floor": "X"}
-ARM = OKABE_ITO["blue"]  # the other arms: they are told apart by their labels
 INK, FAINT, HOLLOW = "#222222", "#D9D9D9", "#666666"
 PERCENT = (0.0, 100.0)  # an interval may leave it, an axis of accuracies may not
 STYLE = {
@@ -39,7 +31,7 @@ STYLE = {
 
 
 def colour(method: str) -> str:
-    return COLOURS.get(method, ARM)
+    return METHODS[method].colour
 
 
 def label(method: str) -> str:
@@ -68,7 +60,7 @@ def point(ax: Axes, x: float, e: stats.Estimate, method: str, *, scale: float = 
     arms = bar(e)
     arms = None if arms is None else arms * scale
     place = {"x": e.mean * scale, "y": x, "xerr": arms} if horizontal else {"x": x, "y": e.mean * scale, "yerr": arms}
-    look = {"fmt": MARKERS.get(method, "o"), "color": colour(method), "ms": 5.5, "capsize": 2.5, "lw": 1.2}
+    look = {"fmt": METHODS[method].marker, "color": colour(method), "ms": 5.5, "capsize": 2.5, "lw": 1.2}
     _, caps, bars = ax.errorbar(**place, **look, zorder=3)
     for part in (*caps, *bars):  # two runs have intervals that leave the picture: they must not drown the means
         part.set_alpha(0.45)
@@ -76,7 +68,7 @@ def point(ax: Axes, x: float, e: stats.Estimate, method: str, *, scale: float = 
 
 def hollow(ax: Axes, x: float, y: float, method: str) -> None:
     """A number of the paper."""
-    ax.plot([x], [y], MARKERS.get(method, "o"), mfc="white", mec=colour(method), ms=6, mew=1.2, zorder=2, alpha=0.9)
+    ax.plot([x], [y], METHODS[method].marker, mfc="white", mec=colour(method), ms=6, mew=1.2, zorder=2, alpha=0.9)
 
 
 def end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:

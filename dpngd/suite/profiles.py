@@ -9,7 +9,7 @@ The Euclidean step rule (section 3.3 of the paper, for every method; see the com
 | symbol | meaning |
 | --- | --- |
 | S | the largest norm of a clipped sample: C, or sqrt(C0^2 + C1^2) for GEP |
-| l, r | powers of F^-1 before the clipping and in the map back (`MAPS`) |
+| l, r | powers of F^-1 before the clipping and in the map back (the method's `left` and `right`, negated) |
 | eta_sgd, C_sgd | rate and clipping threshold of DP-SGD in the same cell |
 
 On top of that come the winners of the profile's own grid search, `settings["tuned"]` (params/tuned/<profile>.yaml,
@@ -25,14 +25,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpngd import clamping
 from dpngd.errors import UsageError, unknown
+from dpngd.methods import METHODS
 from dpngd.suite import params
 from dpngd.suite.params import number, pick, profile_names, published
-from dpngd.training.config import FIELDS, METHOD_FIELDS, METHODS, RunConfig, in_interval
+from dpngd.training.config import FIELDS, METHOD_FIELDS, RunConfig, in_interval
 
 __all__ = ["Profile", "load", "profile_names", "published"]
 
-MAPS = {"dp-ngd-pre": (0.0, 1.0), "dp-ngd-post": (1.0, 0.0), "dp-ngd-one-sided": (0.5, 0.0)}  # (l, r), else 1/2 both
 _CELL = ("method", "data", "epsilon", "seed")
 _COMMON = tuple(n for n in FIELDS if n not in METHOD_FIELDS and n not in (*_CELL, "eta"))
 SHAPES = {"methods": list, "cells": dict, "vary": dict, "seeds": list | None, "grid": dict, "arms": dict,
@@ -151,39 +152,39 @@ class Profile:
         values = {n: self.setting(n, method, data, epsilon) for n in wanted}
         values["T"] = max(1, round(tuned.get("T", 1.0) * values["T"]))
         values |= {n: v for n, v in own.items() if n in wanted} | changes
-        second_order = "dp-ngd" in (method, METHODS[method].arm_of)
-        derived = (self._whitened if second_order else self._plain)(values, method, data, epsilon, own | changes)
+        derive = self._whitened if METHODS[method].second_order else self._plain
+        derived = derive(values, method, data, epsilon, own | changes)
         derived["eta"] = number(derived["eta"] * rate)
         values |= {n: v for n, v in derived.items() if n not in changes and n in (*wanted, "eta")}
         if "evals" not in changes:
             values["evals"] = min(values["evals"], values["T"])
         return RunConfig.from_dict({"method": method, "data": data, "epsilon": epsilon, "seed": seed, **values})
 
-    def _step(self, method: str, data: str, epsilon: float) -> float:
-        """eta_sgd * C_sgd: the length of DP-SGD's largest step in this cell."""
+    def _sgd(self, method: str, data: str, epsilon: float) -> tuple[float, float]:
+        """eta_sgd and C_sgd: rate and clipping threshold of DP-SGD in this cell, whose product bounds its step."""
         eta = self.setting("eta_sgd", method, data, epsilon) or self.setting("eta", "dp-sgd", data, epsilon)
-        return eta * self.setting("C", "dp-sgd", data, epsilon)
+        return eta, self.setting("C", "dp-sgd", data, epsilon)
 
     def _plain(self, values: dict, method: str, data: str, epsilon: float, changes: dict) -> dict[str, float]:
         """eta of a first-order method: as stated, or by the rule with r = 0."""
         eta = self.setting("eta", method, data, epsilon)
         S = values["C"] if "C" in values else math.hypot(values["C0"], values["C1"])
-        return {"eta": self._step(method, data, epsilon) / S if eta is None else eta}
+        return {"eta": math.prod(self._sgd(method, data, epsilon)) / S if eta is None else eta}
 
     def _whitened(self, values: dict, method: str, data: str, epsilon: float, changes: dict) -> dict[str, float]:
-        """eta, C, lambda_safe and lambda_base of DP-NGD and its arms, by the rule, from eta or lambda_safe."""
+        """eta, C, lambda_safe and lambda_base of DP-NGD and its arms, by the equation, from eta or lambda_safe."""
         get = functools.partial(self.setting, data=data, epsilon=epsilon)
         eta, safe = get("eta", "dp-ngd"), get("lambda_safe", "dp-ngd")
         if (eta is None) == (safe is None):
             raise UsageError(f"{self.name}: dp-ngd must state eta or lambda_safe, the other one follows from it")
         if safe is None:
-            safe = (eta * get("C", "dp-ngd") / self._step("dp-ngd", data, epsilon)) ** 2
+            safe = clamping.lambda_safe(eta, get("C", "dp-ngd"), *self._sgd("dp-ngd", data, epsilon))
         safe = changes.get("lambda_safe") or get("lambda_safe", method) or safe
-        before, back = MAPS.get(method, (0.5, 0.5))
+        entry = METHODS[method]
         stated = pick(self.settings["methods"][method]["C"], data, epsilon, "C", method)
-        C = changes.get("C") or stated or get("C", "dp-ngd") * safe ** (0.5 - before)
+        C = changes.get("C") or stated or get("C", "dp-ngd") * safe ** (0.5 + entry.left)
         return {
-            "eta": self._step(method, data, epsilon) * safe**back / C,
+            "eta": clamping.eta_ngd(safe, C, *self._sgd(method, data, epsilon), right=entry.right),
             "C": number(C),
             "lambda_safe": number(safe),
             "lambda_base": number(safe * get("lambda_base_ratio", "dp-ngd")),
@@ -282,7 +283,7 @@ class Profile:
 
     def seconds(self, config: RunConfig) -> float:
         """How long a run is expected to take on the profile's device."""
-        order = "second_order" if "dp-ngd" in (config.method, METHODS[config.method].arm_of) else "first_order"
+        order = "second_order" if METHODS[config.method].second_order else "first_order"
         return config.T * pick(self.settings["cost"][order], config.data, config.epsilon, order, config.method)
 
 

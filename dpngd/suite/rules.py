@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpngd.methods import METHODS, arms
 from dpngd.suite import stats
 from dpngd.suite.runs import Runs, seconds_a_step
 from dpngd.training.config import RunConfig
@@ -248,10 +249,9 @@ def lower_loss(a: str, b: str) -> Rule:
 
 # ---- How the questions that the paper leaves open are decided: functions Runs -> Decision, as in `rules`.
 
-RIVALS = ("dp-sgd-pt", "dp-ngd-private-20", "dp-ngd-private-50", "dp-ngd-pre", "dp-ngd-post", "dp-ngd-one-sided")
-"""What Tables 3 and 4 and our ablations compare DP-NGD with, where it has a rate of its own."""
-OPEN = ("dp-ngd-factor-clamp", "dp-ngd-labels-exact", "dp-ngd-labels-random")
-"""What the paper leaves open about the curvature itself; these arms have DP-NGD's rate."""
+def rivals() -> list[str]:
+    """What Tables 3 and 4 and our ablations compare DP-NGD with, where it has a rate of its own."""
+    return [m for m in METHODS if METHODS[m].pretrained] + arms("private curvature") + arms("clipping")
 
 
 def over(field: str, rival: str) -> Rule:

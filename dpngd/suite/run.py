@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from dpngd.errors import UsageError, unknown
-from dpngd.methods.build import plan
+from dpngd.methods import plan
 from dpngd.suite import profiles, report, sweep
 from dpngd.suite.execute import Outcome, execute
 from dpngd.suite.profiles import Profile

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpngd.methods import METHODS
 from dpngd.suite import stats
-from dpngd.training.config import METHODS, RunConfig
+from dpngd.training.config import RunConfig
 
 Cell = tuple[str, float]  # data set, epsilon
-BASELINES = ("dp-sgd", "dp-sgd-pt", "gep", "adadps")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Runs:
         return [m for m in METHODS if m in self.values("method")]
 
     def baselines(self) -> list[str]:
-        return [m for m in self.methods() if m in BASELINES]
+        return [m for m in self.methods() if METHODS[m].baseline]
 
     def each(self) -> Iterator[tuple[RunConfig, dict]]:
         for config in self.configs:

@@ -6,12 +6,12 @@ import math
 
 import pandas as pd
 
+from dpngd.methods import METHODS
 from dpngd.suite import tuning as tuned
 from dpngd.suite.params import published
 from dpngd.suite.profiles import Profile, place
 from dpngd.suite.rules import Theory, side_by_side, steps_to_peak
 from dpngd.suite.runs import NOT_STEPS, Runs, seconds_a_step, step_phases
-from dpngd.training.config import METHODS
 
 P = published()
 OWN = ("lambda_safe", "pt_steps", "adadps_e", "C0", "C1")  # parameters that a method has for itself

@@ -19,7 +19,7 @@ from dpngd.data import load_private, load_public
 from dpngd.geometry import Kronecker
 from dpngd.gradients import Blocks, PerSample, SampleGradients
 from dpngd.mechanism import GaussianMechanism
-from dpngd.methods.build import plan
+from dpngd.methods import plan
 from dpngd.noise import seeded_noise, stream
 from dpngd.suite.profiles import Profile
 from dpngd.suite.rules import Chi, Theory

@@ -19,10 +19,10 @@ from typing import Any
 import yaml
 
 from dpngd.errors import Parser, UsageError, exit_code
+from dpngd.methods import METHODS
 from dpngd.suite import params, profiles, sweep
 from dpngd.suite.profiles import blocks, place, points
 from dpngd.suite.store import Store, write_atomically
-from dpngd.training.config import METHODS
 
 Chosen = dict[str, dict[str, Any]]
 

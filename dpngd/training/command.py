@@ -10,8 +10,9 @@ import torch
 from tqdm import tqdm
 
 from dpngd.errors import Parser, UsageError, unknown
+from dpngd.methods import METHODS
 from dpngd.suite import profiles
-from dpngd.training.config import FIELDS, METHODS, RunConfig
+from dpngd.training.config import FIELDS, RunConfig
 from dpngd.training.record import Record
 from dpngd.training.train import run
 

@@ -2,7 +2,8 @@
 
 A run is a pure function of its config, and its record is stored under the config's key, so a config holds
 numbers and names only. What makes two methods different in structure (which space is clipped, what the Fisher
-labels are, how the budget is split) belongs to the method's name; `METHODS` says which fields a method reads.
+labels are, how the budget is split) belongs to the method's name; its entry in
+`dpngd.methods` says which fields it reads.
 A field that its method does not read must stay None: otherwise one and the same run would have several keys.
 """
 
@@ -19,61 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpngd.errors import UsageError, unknown
+from dpngd.methods import METHODS
+from dpngd.methods import method as method_of
 
 RECORD_VERSION = 1  # part of every key: raise it when the meaning of a config or of its record changes
 
 DATASETS = ("cifar10", "digits", "svhn", "utkface", "utkface-age", "utkface-gender")
 PUBLIC_SETS = ("cifar100", "dead-leaves", "imagenet", "noise", "photos")
 MODELS = ("resnet-20", "small", "wrn-10-1", "wrn-16-4")  # and other depths and widths
-
-
-@dataclass(frozen=True)
-class MethodSpec:
-    """A row of the tables: its label there, what it is, and all the method-specific fields that it reads."""
-
-    label: str
-    about: str
-    uses: frozenset[str]
-    arm_of: str | None = None  # an ablation arm names the method that it varies
-
-    @property
-    def public(self) -> bool:
-        """Whether the method reads a public set."""
-        return "public" in self.uses
-
-
-_SGD = frozenset({"C"})
-_PUBLIC = frozenset({"public", "public_size"})
-_CURVATURE = frozenset({"C", "T_cur"})  # what every DP-NGD reads, with whatever floor
-_DYNAMIC = frozenset({"lambda_safe", "lambda_base", "T1", "p"})
-_FIXED = _CURVATURE | _PUBLIC | {"lambda_safe"}
-_NGD = _CURVATURE | _PUBLIC | _DYNAMIC
-_PRIVATE = _CURVATURE | _DYNAMIC | {"curvature_C"}  # curvature from the private set: no public set at all
-
-
-def _arm(label: str, about: str, uses: frozenset[str] = _NGD) -> MethodSpec:
-    return MethodSpec(label, about, uses, arm_of="dp-ngd")
-
-
-METHODS: dict[str, MethodSpec] = {
-    "dp-sgd": MethodSpec("DP-SGD", "isotropic first-order baseline", _SGD),
-    "dp-sgd-pt": MethodSpec("DP-SGD-PT", "DP-SGD after public pre-training", _SGD | _PUBLIC | {"pt_steps", "pt_eta"}),
-    "gep": MethodSpec(
-        "GEP", "public gradient subspace and residual", _PUBLIC | {"C0", "C1", "gep_directions", "T_cur"}
-    ),
-    "adadps": MethodSpec("AdaDPS", "diagonal scaling by public moments", _SGD | _PUBLIC | {"adadps_e", "T_cur"}),
-    "dp-ngd": MethodSpec("DP-NGD", "whitened, dynamic floor, clamped product, sampled labels", _NGD),
-    "dp-ngd-fixed-floor": _arm("fixed floor", "floor fixed at lambda_safe", _FIXED),
-    "dp-ngd-no-floor": _arm("no floor", "eigenvalues not clamped", _CURVATURE | _PUBLIC),
-    "dp-ngd-factor-clamp": _arm("factor clamp", "each Kronecker factor clamped, not their product"),
-    "dp-ngd-pre": _arm("pre-conditioning", "raw gradients clipped, then F^-1"),
-    "dp-ngd-post": _arm("post-conditioning", "natural gradients F^-1 g clipped"),
-    "dp-ngd-one-sided": _arm("one-sided", "whitened and clipped, never mapped back (DP-KFC)"),
-    "dp-ngd-labels-exact": _arm("exact Fisher", "Fisher summed over all classes"),
-    "dp-ngd-labels-random": _arm("random labels", "Fisher from uniformly random labels"),
-    "dp-ngd-private-20": _arm("private 20/80", "private curvature for 20% of the budget", _PRIVATE),
-    "dp-ngd-private-50": _arm("private 50/50", "private curvature for 50% of the budget", _PRIVATE),
-}
 
 
 def _field(doc: str, within: str | None = None, default: Any = dataclasses.MISSING) -> Any:
@@ -85,7 +39,7 @@ def _field(doc: str, within: str | None = None, default: Any = dataclasses.MISSI
 class RunConfig:
     """One training run. Ints are taken for float fields (and stored as floats); nothing else is converted."""
 
-    method: str = _field("name of the method or ablation arm (a key of METHODS)")
+    method: str = _field("name of the method or ablation arm")
     data: str = _field("private data set")
     model: str = _field("network")
     epsilon: float = _field("privacy budget of the whole run", "(0, inf)")
@@ -119,8 +73,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _typed(f, getattr(self, f.name)))
-        if self.method not in METHODS:
-            raise unknown("method", self.method, METHODS)
+        method_of(self.method)  # an unknown name is an error
         if self.data not in DATASETS:
             raise unknown("data set", self.data, DATASETS)
         _check_model(self.model)
@@ -184,7 +137,8 @@ class RunConfig:
 
 
 FIELDS = {f.name: f for f in dataclasses.fields(RunConfig)}
-METHOD_FIELDS = tuple(n for n in FIELDS if any(n in spec.uses for spec in METHODS.values()))
+METHOD_FIELDS = tuple(n for n in FIELDS if any(n in m.uses for m in METHODS.values()))
+"""Fields that only some methods read."""
 
 
 def _typed(f: dataclasses.Field, value: Any) -> Any:

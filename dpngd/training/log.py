@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpngd import privacy
 from dpngd.data import Private, Public
 from dpngd.mechanism import GaussianMechanism, Release
-from dpngd.methods.build import Method
+from dpngd.methods import Built
 from dpngd.privacy import Spend
 from dpngd.training.config import RunConfig
 from dpngd.training.recipe import to_float
@@ -59,7 +59,7 @@ class Clock:
 class Log:
     """What happens along a run."""
 
-    def __init__(self, config: RunConfig, model: nn.Module, method: Method):
+    def __init__(self, config: RunConfig, model: nn.Module, method: Built):
         self.config, self.model, self.method = config, model, method
         self.status = "ok"
         self.losses: list[float] = []

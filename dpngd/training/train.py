@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpngd.data import Private, Public, check_disjoint, load_private, load_public
 from dpngd.errors import UsageError
 from dpngd.gradients import MICRO_BATCH, PerSample
-from dpngd.methods.build import Setting, build, plan
+from dpngd.methods import Setting, build, method, plan
 from dpngd.noise import seeded_noise, stream
 from dpngd.sampling import PoissonSampler
 from dpngd.training import models
@@ -52,20 +52,20 @@ def run(config: RunConfig, *, progress: Progress | None = None, views: int | Non
         model = initial_model(config, private, public, images).to(device)
         per_sample = PerSample(model, K=config.K)
         workers = Workers(per_sample, torch.get_num_threads() if device.type == "cpu" else 1)
-        method = build(Setting(config, per_sample, spends, private.shape, images,
-                               Batches(private, config, views, device, purpose="curvature-").draw))
-        noise, ema, log = seeded_noise(config.seed), EMA(model, config.ema), Log(config, model, method)
+        built = build(Setting(config, per_sample, spends, private.shape, images,
+                              Batches(private, config, views, device, purpose="curvature-").draw))
+        noise, ema, log = seeded_noise(config.seed), EMA(model, config.ema), Log(config, model, built)
 
     for t in range(config.T):
         try:
             with clock.phase("curvature"):
-                method.prepare(t)  # Modules 1 and 2: the geometry is fixed before the batch is drawn
+                built.prepare(t)  # Modules 1 and 2: the geometry is fixed before the batch is drawn
         except FloatingPointError:  # its estimate overflows at these weights, or is nan
             log.diverged()
             break
         with clock.phase("mechanism"):  # Module 3
             gradients = workers.gradients(batches.draw(), clock)
-            release = method.mechanism.release(gradients, method.geometry, per_sample.zeros(), noise)
+            release = built.mechanism.release(gradients, built.geometry, per_sample.zeros(), noise)
         per_sample.add_(release.direction, -config.eta)
         ema.update()
         log.step(release)
@@ -95,10 +95,10 @@ def load(config: RunConfig) -> tuple[Private, Public | None]:
 
 
 def initial_model(config: RunConfig, private: Private, public: Public | None, images: Tensor | None) -> nn.Module:
-    """theta_0: random, or pre-trained on the public set for dp-sgd-pt."""
+    """theta_0: random, or pre-trained on the public set where the method says so."""
     channels, size = private.shape[:2]
     weights = stream(config.seed, "weights")
-    if config.method != "dp-sgd-pt":
+    if not method(config.method).pretrained:
         return models.build(config.model, classes=private.classes, in_channels=channels, size=size, generator=weights)
     return pretrained(config.model, x=images, y=public.y, public_classes=public.classes,
                       classes=private.classes, steps=config.pt_steps, eta=config.pt_eta, weights=weights,

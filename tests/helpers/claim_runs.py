@@ -1,7 +1,7 @@
 """What the tests of the claims share: accuracies with known answers, and a claim's verdict on them."""
 
+from dpngd.methods import METHODS
 from dpngd.suite import claims, profiles
-from dpngd.training.config import METHODS
 
 QUICK = profiles.load("quick")
 BY_ID = {c.id: c for c in claims.CLAIMS}

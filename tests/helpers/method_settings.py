@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from dpngd.gradients import PerSample
-from dpngd.methods.build import Setting, build, plan
+from dpngd.methods import METHODS, Setting, build, plan
 from dpngd.noise import stream
 from dpngd.privacy import Spend
-from dpngd.training.config import METHODS, RunConfig
+from dpngd.training.config import RunConfig
 
 SHAPE, CLASSES = (1, 6, 6), 4
 VALUES = {

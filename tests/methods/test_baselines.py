@@ -7,25 +7,15 @@ import torch
 from method_settings import images, labels, network
 from torch import nn
 
+from dpngd.curvature import draw_labels, sampled_labels
 from dpngd.errors import UsageError
 from dpngd.geometry import Euclidean
 from dpngd.gradients import PerSample, SampleGradients, micro_batches
 from dpngd.layers.forms import Dense, Factors
 from dpngd.mechanism import GaussianMechanism
-from dpngd.methods import baselines
-from dpngd.methods.baselines import (
-    Diagonal,
-    Subspace,
-    basis_bytes,
-    check_memory,
-    draw_labels,
-    flatten,
-    principal_basis,
-    sampled_labels,
-    second_moment,
-    shares,
-    unflatten,
-)
+from dpngd.methods import gep
+from dpngd.methods.adadps import Diagonal, second_moment
+from dpngd.methods.gep import Subspace, basis_bytes, check_memory, flatten, principal_basis, shares, unflatten
 from dpngd.noise import seeded_noise, stream
 
 HUGE = 1e9
@@ -192,7 +182,7 @@ def test_basis_is_orthonormal_even_for_equal_public_images(ps):
 def test_a_basis_that_does_not_fit_is_an_error_before_it_is_made(monkeypatch):
     assert basis_bytes(2_751_562, 500, 1000) > 8 * 2**30
     free = type("Memory", (), {"available": 4 * 2**30})
-    monkeypatch.setattr(baselines.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(gep.psutil, "virtual_memory", lambda: free)
     check_memory(24_000, 500, 300)
     with pytest.raises(UsageError, match=r"GEP's basis of 500 public gradients of 2,751,562 .* 4.0 GiB are free: take"):
         check_memory(2_751_562, 500, 1000)
@@ -228,15 +218,15 @@ def test_many_public_samples_give_the_same_directions_without_their_gram_matrix(
     g = torch.Generator().manual_seed(1)
     U, W = (torch.linalg.qr(torch.randn(rows, 300, generator=g)).Q for rows in (300, 900))
     G = (U * decay ** torch.arange(300)) @ W.mT
-    dense = baselines.gram_vectors(G, 30)
-    monkeypatch.setattr(baselines, "gram_vectors", None)  # not needed
-    krylov = baselines.krylov_vectors(G, 30)
+    dense = gep.gram_vectors(G, 30)
+    monkeypatch.setattr(gep, "gram_vectors", None)  # not needed
+    krylov = gep.krylov_vectors(G, 30)
     captured = [float((G.mT @ v).square().sum()) for v in (dense, krylov)]
     assert captured[1] == pytest.approx(captured[0], rel=1e-4)
     torch.testing.assert_close(krylov.mT @ krylov, torch.eye(30), atol=1e-5, rtol=0)
-    assert torch.equal(krylov, baselines.krylov_vectors(G, 30)), "the start is fixed"
+    assert torch.equal(krylov, gep.krylov_vectors(G, 30)), "the start is fixed"
 
 
 def test_directions_that_do_not_settle_are_computed_the_long_way():
     G = torch.randn(60, 90, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(baselines.krylov_vectors(G, 20, blocks=0), baselines.gram_vectors(G, 20))
+    torch.testing.assert_close(gep.krylov_vectors(G, 20, blocks=0), gep.gram_vectors(G, 20))

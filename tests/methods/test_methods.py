@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 from method_settings import config, images, labels, method, network, setting
 from reference import kfac_power, per_sample
 
-from dpngd.curvature import KFAC
+from dpngd.curvature import KFAC, sampled_labels
 from dpngd.errors import UsageError
 from dpngd.gradients import PerSample, SampleGradients, micro_batches
 from dpngd.layers.forms import Dense
-from dpngd.methods.baselines import flatten, sampled_labels
-from dpngd.methods.build import BUILDERS, CURVATURE_SHARE, build, plan
+from dpngd.methods import METHODS, arms, build, builder_of, plan
+from dpngd.methods.gep import flatten
 from dpngd.noise import seeded_noise, stream
-from dpngd.training.config import METHODS
 
 HUGE = 1e12
-PUBLIC_ARMS = [m for m in METHODS if m.startswith("dp-ngd") and m not in CURVATURE_SHARE]
+PUBLIC_ARMS = [m for m in METHODS if m.startswith("dp-ngd") and not METHODS[m].curvature_share]
 KINDS = ["plain", "zero", "nan", "inf", "duplicate", "1e-20", "1e3", "1e8", "1e18", "1e30"]
 BATCHES = st.lists(st.sampled_from(KINDS), min_size=1, max_size=7)
 
@@ -235,7 +234,7 @@ def test_update_of_gep_is_its_formula():
             torch.testing.assert_close(ours, -(0.5 / 8) * g.sum(0), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", CURVATURE_SHARE)
+@pytest.mark.parametrize("name", arms("private curvature"))
 def test_private_curvature_takes_the_place_of_the_public_one(name):
     """Without noise and clips on the gradients, the update is F~^-1 g with the F that was released."""
     x, y = images(9, "private", torch.float64), labels(9)
@@ -270,11 +269,13 @@ def test_budget_is_spent_to_the_last_hundredth(name):
     assert sum(s.delta for s in spends) <= 1e-5
     whole = sum(s.spent(0.05, 30) for s in spends)
     assert 2.0 - 0.01 <= whole <= 2.0
-    assert [s.purpose for s in spends] == (["gradients", "curvature"] if name in CURVATURE_SHARE else ["gradients"])
+    purposes = ["gradients", "curvature"] if METHODS[name].curvature_share else ["gradients"]
+    assert [s.purpose for s in spends] == purposes
 
 
 def test_private_arms_pay_their_share_for_a_release_every_T_cur_steps():
-    for name, share in CURVATURE_SHARE.items():
+    for name in arms("private curvature"):
+        share = METHODS[name].curvature_share
         gradients, curvature = plan(config(name, T=30, T_cur=4), 0.05, 160)
         assert (gradients.releases(30), curvature.releases(30), curvature.releases(9)) == (30, 8, 3)
         assert curvature.epsilon == pytest.approx(share * 2.0)
@@ -290,9 +291,7 @@ def test_impossible_budgets_are_errors():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_a_builder_that_states_its_guarantee(name):
-    assert set(BUILDERS) == set(METHODS)
-    builder = BUILDERS[name]
-    text = getattr(builder, "func", builder).__doc__
+    text = builder_of(METHODS[name]).__doc__
     assert "Guarantee: " in text
     assert "sensitivity" in text
 
@@ -304,7 +303,7 @@ def test_methods_look_at_the_private_batch_only_through_the_mechanism():
 
     for name in METHODS:
         m = method(name, draw=draw)
-        if name in CURVATURE_SHARE:
+        if METHODS[name].curvature_share:
             with pytest.raises(AssertionError, match="drew"):
                 m.prepare(0)
         else:

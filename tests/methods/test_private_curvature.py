@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from method_settings import SHAPE, images, labels, network
 from test_methods import BATCHES, adversarial
 
-from dpngd.curvature import KFAC
+from dpngd.curvature import KFAC, sampled_labels
 from dpngd.gradients import PerSample
 from dpngd.methods import private_curvature
-from dpngd.methods.baselines import flatten, sampled_labels
+from dpngd.methods.gep import flatten
 from dpngd.methods.private_curvature import Gram, PrivateKFAC
 from dpngd.noise import seeded_noise, stream
 

@@ -8,7 +8,7 @@ import torch
 
 from dpngd.errors import UsageError
 from dpngd.suite import bench
-from dpngd.suite.bench import CONTENDERS, NotApplicable
+from dpngd.suite.bench import DEFAULT_CONTENDERS, NotApplicable
 
 FAST = ["--models", "small", "--batch", "6", "--repeats", "2", "--public", "60", "--threads", "1", "--no-memory",
         "--quiet"]
@@ -22,7 +22,7 @@ def test_every_contender_is_timed_by_default_and_has_a_ratio(capsys):
     assert bench.main([*FAST, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     rows = report["models"]["small"]["contenders"]
-    assert set(rows) == set(CONTENDERS)
+    assert set(rows) == set(DEFAULT_CONTENDERS)
     assert report["models"]["small"]["skipped"] == {}
     for name, row in rows.items():
         assert row["q1"] <= row["median"] <= row["q3"]
@@ -52,7 +52,7 @@ def test_what_cannot_run_is_left_out_and_the_table_says_why(monkeypatch, capsys)
 def test_gep_does_not_fit_the_papers_network():
     big = bench.make_bench("wrn-16-4", 1, 1, 500, 0.025, 16)
     with pytest.raises(NotApplicable, match=r"its basis needs 15\.\d GiB"):
-        CONTENDERS["gep"](big)
+        bench.contender("gep")(big)
 
 
 @pytest.mark.parametrize("name", ["dp-sgd", "adadps", "gep", "dp-ngd"])
@@ -69,7 +69,7 @@ def test_a_step_changes_the_contenders_own_model_only(name, K, monkeypatch):
     monkeypatch.setattr(bench, "PerSample", watched)
     here = small(K)
     before = [p.detach().clone() for p in here.model.parameters()]
-    contender = CONTENDERS[name](here)
+    contender = bench.contender(name)(here)
     own = [p.detach().clone() for p in made[-1].parameters()]
     contender.step()
     if contender.refresh:

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from suite_records import runs_of
 
+from dpngd.methods import METHODS, baselines
 from dpngd.suite import figures, motivation, plots, profiles, stats, tables
 from dpngd.suite.rules import along
-from dpngd.suite.runs import BASELINES
-from dpngd.training.config import METHODS
 
 QUICK, CPU, PAPER = (profiles.load(name) for name in ("quick", "cpu", "paper"))
 
@@ -26,10 +25,10 @@ def hollows(figure):
 
 
 def test_methods_of_one_figure_have_colours_that_differ():
-    main = [*BASELINES, "dp-ngd"]
+    main = [*baselines(), "dp-ngd"]
     for a, b in combinations(main, 2):
         assert plots.colour(a) != plots.colour(b)
-        assert plots.MARKERS[a] != plots.MARKERS[b]
+        assert METHODS[a].marker != METHODS[b].marker
     assert {plots.colour(m) for m in METHODS} <= set(plots.OKABE_ITO.values())
 
 

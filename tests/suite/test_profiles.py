@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from dpngd.errors import UsageError
+from dpngd.methods import METHODS
 from dpngd.suite import params, profiles
 from dpngd.suite.params import merge, number, pick
 from dpngd.suite.profiles import load, profile_names, published
-from dpngd.training.config import METHODS
 
 SHIPPED = ["cpu", "paper", "quick"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpngd.methods.build import plan
+from dpngd.methods import plan
 from dpngd.suite import profiles, run, theory
 
 QUICK = profiles.load("quick")

@@ -9,10 +9,11 @@ import sys
 import pytest
 
 from dpngd.errors import exit_code
+from dpngd.methods import METHODS
 from dpngd.suite import profiles
 from dpngd.training import command
 from dpngd.training.command import parse, summary, train_main, with_defaults
-from dpngd.training.config import FIELDS, METHODS
+from dpngd.training.config import FIELDS
 from dpngd.training.train import run
 
 FAST = ["--T", "3", "--B", "64", "--evals", "1", "--quiet"]

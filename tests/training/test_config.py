@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from dpngd import data
 from dpngd.errors import UsageError
+from dpngd.methods import METHODS
 from dpngd.training import config, models
-from dpngd.training.config import FIELDS, METHOD_FIELDS, METHODS, RunConfig
+from dpngd.training.config import FIELDS, METHOD_FIELDS, RunConfig
 
 COMMON = {
     "data": "digits",

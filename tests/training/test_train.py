@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from dpngd.errors import UsageError
-from dpngd.methods.build import CURVATURE_SHARE
+from dpngd.methods import METHODS, arms
 from dpngd.suite import profiles
 from dpngd.suite.store import Store
 from dpngd.training import log, train
-from dpngd.training.config import METHODS
 from dpngd.training.recipe import Views
 from dpngd.training.record import Record
 from dpngd.training.train import Batches, run
@@ -54,7 +53,7 @@ def test_record_says_what_was_spent_and_reached(records, method):
     clips = [c.C0, c.C1] if method == "gep" else [c.C]
     assert p["sensitivity"] == clips
     assert p["noise_std"] == pytest.approx([p["sigma"] * math.sqrt(len(clips)) * C for C in clips])
-    assert [part["releases"] for part in p["parts"]] == ([4, 2] if method in CURVATURE_SHARE else [4])
+    assert [part["releases"] for part in p["parts"]] == ([4, 2] if METHODS[method].curvature_share else [4])
     assert 0 <= r.diagnostics["clipped"] <= 1
     rows = r.diagnostics["along"]
     assert rows[0]["step"] == 1
@@ -70,9 +69,9 @@ def test_record_says_what_was_spent_and_reached(records, method):
         assert r.accuracy == r.evaluations[-1]["accuracy"]
 
 
-@pytest.mark.parametrize("method", CURVATURE_SHARE)
+@pytest.mark.parametrize("method", arms("private curvature"))
 def test_private_arms_record_both_budgets(records, method):
-    share = CURVATURE_SHARE[method]
+    share = METHODS[method].curvature_share
     gradients, curvature = records(method).privacy["parts"]
     assert (gradients["purpose"], curvature["purpose"]) == ("gradients", "curvature")
     assert gradients["target"] + curvature["target"] == pytest.approx(2.0)
@@ -205,7 +204,7 @@ def test_impossible_runs_are_errors_before_anything_is_computed(monkeypatch):
         raise AssertionError("computed")
 
     monkeypatch.setattr(train, "initial_model", never)
-    for changes, message in (({"epsilon": 1e5}, "protects nobody"), ({"delta": 1e-3, "N": None}, "must be below 1/N"),
+    for changes, message in (({"epsilon": 1e5}, "must be at most 100"), ({"delta": 1e-3, "N": None}, "must be below 1/N"),
                              ({"augment": True}, "has no views that keep its labels"),
                              ({"N": None, "B": 1438}, "take B from 1 to N")):
         with pytest.raises(UsageError, match=message):

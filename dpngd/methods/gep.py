@@ -1,20 +1,16 @@
-"""Geometries of the baselines that learn theirs from public gradients: AdaDPS (diagonal) and GEP (subspace).
+"""GEP (Yu et al., 2021): the embedding in a subspace of public gradients, and the residual, each clipped and noised.
 
-    method   channels                     L                                R
-    AdaDPS   1                            D^-1, D = sqrt(v) + e            I
-    GEP      2: embedding, residual       V'  and  I - V V'                V e + r
+    channel    L          clip   R
+    embedding  V'         C0     V e
+    residual   I - V V'   C1     + r
 
-    symbol  shape     meaning
-    v       (d,)      E[g^2] over public samples, one entry a parameter
-    V       (d, k)    orthonormal basis of public gradients, block-diagonal over groups of parameters
+    symbol  shape        meaning
+    V       (d, k)       orthonormal basis of public gradients, block-diagonal over groups of parameters
     e, r    (k,), (d,)   noisy embedding and residual
 
-AdaDPS (Li et al., 2022) scales before clipping and never maps back. Theirs squares minibatch means once an epoch; here
-v is the per-sample second moment, refreshed like DP-NGD's curvature and with the same labels: its strong version.
-
-GEP (Yu et al., 2021) clips the embedding V'g to C0 and the residual g - V V'g to C1. Both are functions of the same
-sampled batch, so they are one release of two channels (see `mechanism`), and each gets sqrt(2) times the noise. Theirs
-takes one power iteration a step; here the basis is the exact principal one of the same public gradients.
+Both channels are functions of the same sampled batch, so they are one release (see `dpngd.mechanism`), and each gets
+sqrt(2) times the noise. Theirs takes one power iteration per step; here the basis is the exact principal one of
+the same public gradients.
 """
 
 from __future__ import annotations
@@ -24,16 +20,40 @@ import math
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpngd.errors import UsageError
 from dpngd.geometry import EXACT_BELOW, SUMMED_ABOVE
 from dpngd.gradients import Blocks, PerSample, SampleGradients, micro_batches
-from dpngd.layers.forms import Dense
+from dpngd.mechanism import GaussianMechanism
+from dpngd.methods import Built, Setting, every
+from dpngd.noise import stream
 
 GROUPS = 3
 DENSE_GRAM = 2000  # public samples up to which all eigenvectors of their Gram matrix are computed
 RESIDUAL = 1e-4
+
+
+def build(setting: Setting) -> Built:
+    """The embedding in a public gradient subspace, and the residual.
+
+    Guarantee: T releases of two channels, embedding sum with sensitivity C0 and residual sum with sensitivity C1. Both
+    are functions of one sample of the batch, so scaled by 1/C0 and 1/C1 they move by sqrt(2) together: the noise is
+    sqrt(2) sigma C0 and sqrt(2) sigma C1, and (epsilon, delta) follows by PRV as for one channel. (The published code
+    counts them as two subsampled releases with noise sigma each.) The subspace is public and costs nothing.
+    """
+    c, model = setting.config, setting.per_sample.model
+    plain, geometry = PerSample(model, check=False), Subspace(setting.per_sample.zeros())
+    check_memory(sum(z.numel() for z in geometry.like), len(setting.public), c.gep_directions)
+    with torch.no_grad():
+        classes = model(setting.public[:1]).shape[1]
+    y = torch.randint(classes, (len(setting.public),), generator=stream(c.seed, "labels"))  # once, as theirs
+    y = y.to(setting.public.device)
+
+    def refresh() -> None:
+        geometry.set(*principal_basis(plain, setting.public, y, c.gep_directions))
+
+    return Built(geometry, GaussianMechanism((c.C0, c.C1), setting.spends[0].sigma, c.B), every(c.T_cur, refresh))
 
 
 def flatten(blocks: Blocks) -> Tensor:
@@ -45,55 +65,6 @@ def unflatten(flat: Tensor, like: Blocks) -> Blocks:
     """(d,) -> blocks of the shapes of `like`."""
     parts = flat.split([b.numel() for b in like])
     return [p.view_as(b) for p, b in zip(parts, like, strict=True)]
-
-
-def draw_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """y ~ softmax(logits), one uniform number a row: neither the size of the parts nor a nan row disturbs the rest."""
-    u = torch.rand(len(logits), 1, dtype=torch.float64, generator=generator).to(logits.device)
-    return (logits.double().softmax(1).cumsum(1) < u).sum(1).clamp(max=logits.shape[1] - 1)
-
-
-@torch.no_grad()
-def sampled_labels(model: nn.Module, x: Tensor, generator: torch.Generator) -> Tensor:
-    """y ~ p_theta(. | x), the labels of DP-NGD's Fisher matrix."""
-    return draw_labels(torch.cat([model(part) for part in x.split(500)]), generator)
-
-
-class Diagonal:
-    """L = 1 / (sqrt(v) + e) entry by entry, R = I."""
-
-    def __init__(self, e: float):
-        self.e = e
-        self.scale: Blocks = []
-
-    def set(self, second_moment: Blocks) -> None:
-        """Fix L from public E[g^2]."""
-        self.scale = [1 / (v.sqrt() + self.e) for v in second_moment]
-
-    def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
-        norms = torch.stack([x.diagonal_sq_norms(s.square()) for x, s in zip(g.layers, self.scale, strict=True)])
-        cancels = [x.sq_norms() < SUMMED_ABOVE * x.terms() for x in g.layers if not isinstance(x, Dense)]
-        fragile = torch.stack(cancels).any(0) if cancels else norms.new_zeros(len(g), dtype=torch.bool)
-        if fragile.any():  # positions that cancel: what is left is float32's rounding
-            exact = g.select(fragile.nonzero()[:, 0]).layers
-            norms[:, fragile] = torch.stack([x.double().diagonal_sq_norms(s.double().square()) for x, s in
-                                                  zip(exact, self.scale, strict=True)]).to(norms.dtype)
-        return norms.sum(0).unsqueeze(0), fragile
-
-    def into(self, sums: list[Blocks]) -> list[Blocks]:
-        return [[s * u for s, u in zip(self.scale, blocks, strict=True)] for blocks in sums]
-
-    def back(self, releases: list[Blocks]) -> Blocks:
-        return releases[0]
-
-
-def second_moment(per_sample: PerSample, x: Tensor, y: Tensor) -> Blocks:
-    """E[g^2] over the samples x (n, ...), y (n,)."""
-    total = per_sample.zeros()
-    for g in micro_batches(per_sample, x, y):
-        for v, layer in zip(total, g.layers, strict=True):
-            v += layer.materialise().square().sum(0)
-    return [v / len(y) for v in total]
 
 
 class Subspace:
