@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import numbers
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +21,12 @@ from typing import Any
 from dpngd.errors import UsageError, unknown
 from dpngd.methods import METHODS
 from dpngd.methods import method as method_of
+from dpngd.training import models
 
 RECORD_VERSION = 1  # part of every key: raise it when the meaning of a config or of its record changes
 
 DATASETS = ("cifar10", "digits", "svhn", "utkface", "utkface-age", "utkface-gender")
 PUBLIC_SETS = ("cifar100", "dead-leaves", "imagenet", "noise", "photos")
-MODELS = ("resnet-20", "small", "wrn-10-1", "wrn-16-4")  # and other depths and widths
 
 
 def _field(doc: str, within: str | None = None, default: Any = dataclasses.MISSING) -> Any:
@@ -76,7 +75,7 @@ class RunConfig:
         method_of(self.method)  # an unknown name is an error
         if self.data not in DATASETS:
             raise unknown("data set", self.data, DATASETS)
-        _check_model(self.model)
+        models.find(self.model)  # an unknown name, or an impossible depth, is an error
         self._check_used()
         if self.public is not None:
             _check_public(self.public)
@@ -167,17 +166,6 @@ def in_interval(value: float, interval: str) -> bool:
     above = value >= low if interval[0] == "[" else value > low
     below = value <= high if interval[-1] == "]" else value < high
     return above and below
-
-
-def _check_model(name: str) -> None:
-    family = re.fullmatch(r"(wrn)-([1-9]\d*)-[1-9]\d*|(resnet)-([1-9]\d*)", name)
-    if family:
-        extra = 4 if family[1] else 2
-        n, rest = divmod(int(family[2] or family[4]) - extra, 6)
-        if n < 1 or rest:
-            raise UsageError(f"model {name!r}: its depth must be 6n + {extra} ({6 + extra}, {12 + extra}, ...)")
-    elif name not in MODELS:
-        raise unknown("model", name, MODELS)
 
 
 def _check_public(name: str) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 from dpngd.errors import UsageError
 from dpngd.noise import stream
 from dpngd.training import models
+from dpngd.training.models import networks
 
 EACH = pytest.mark.parametrize("name", ["wrn-16-4", "wrn-10-1", "resnet-20", "small"])
 
@@ -153,7 +154,7 @@ def test_channels_last_gives_the_same_logits_and_keeps_the_format(name):
 
 
 def test_option_a_shortcut_thins_the_image_and_adds_zero_channels():
-    block = models.ResidualBlock(2, 4, stride=2)
+    block = networks.ResidualBlock(2, 4, stride=2)
     nn.init.zeros_(block.norm2.weight)  # the residual branch gives zero, so the block is its shortcut
     x = images(1, 2, 6, 6)
     y = block(x)
@@ -169,9 +170,9 @@ def test_option_a_shortcut_thins_the_image_and_adds_zero_channels():
         ("vgg-16", "unknown model 'vgg-16'"),
         ("wrn-016-4", "unknown model"),
         ("wrn-16-0", "unknown model"),
-        ("wrn-15-4", "depth 15 of model 'wrn-15-4' is not 6n [+] 4 .* take 16"),
+        ("wrn-15-4", "model 'wrn-15-4': depth 15 is not 6n [+] 4 .* take 16"),
         ("wrn-4-4", "depth 4 .* take 10"),
-        ("resnet-18", "depth 18 .* is not 6n [+] 2 .* take 20"),
+        ("resnet-18", "depth 18 is not 6n [+] 2 .* take 20"),
         (None, "unknown model None"),
     ],
 )

@@ -32,64 +32,28 @@ Choices:
 from __future__ import annotations
 
 import math
-import re
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpngd.errors import UsageError, unknown
-from dpngd.noise import stream
 
-# Examples, for messages: other depths and widths work too.
-NAMES = ("resnet-20", "small", "wrn-10-1", "wrn-16-4")
+def small(numbers: list[int], classes: int, in_channels: int, size: int) -> nn.Module:
+    return Small(classes, in_channels, grid=math.ceil(size / 8))
 
 
-def build(
-    name: str, *, classes: int, in_channels: int = 3, size: int = 32, generator: torch.Generator | None = None
-) -> nn.Module:
-    """The network `name` on the CPU, its weights drawn from `generator` and from nothing else.
-
-    `size` is the side of the images that the network is meant for. Only `small` depends on it, by the
-    inputs of its last layer: 64 ceil(size / 8)^2. It takes images of other sizes too, whose last feature
-    map is pooled to that grid (repeated, if smaller). Without a generator the weights are those of
-    `stream(0, "weights")`.
-    """
-    for what, value, least in (("classes", classes, 2), ("in_channels", in_channels, 1), ("size", size, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UsageError(f"{what}={value!r} of model {name!r} must be an integer of at least {least}")
-    generator = stream(0, "weights") if generator is None else generator
-    if generator.device.type != "cpu":
-        raise UsageError(f"model {name!r} needs a CPU generator, not one on {generator.device}")
-    # PyTorch's constructors draw from the global generator: put its state back, and overwrite what they drew.
-    with torch.random.fork_rng(devices=[]):
-        model = _construct(name, classes, in_channels, size)
-    _initialise(model, generator)
-    return model
+def resnet(numbers: list[int], classes: int, in_channels: int, size: int) -> nn.Module:
+    return ResNet((numbers[0] - 2) // 6, classes, in_channels)
 
 
-def _construct(name: str, classes: int, in_channels: int, size: int) -> nn.Module:
-    if name == "small":
-        return Small(classes, in_channels, grid=math.ceil(size / 8))
-    if match := re.fullmatch(r"wrn-([1-9]\d*)-([1-9]\d*)", str(name)):
-        depth, width = int(match[1]), int(match[2])
-        return WideResNet(_blocks(name, depth, 4), width, classes, in_channels)
-    if match := re.fullmatch(r"resnet-([1-9]\d*)", str(name)):
-        return ResNet(_blocks(name, int(match[1]), 2), classes, in_channels)
-    raise unknown("model", name, NAMES)
-
-
-def _blocks(name: str, depth: int, extra: int) -> int:
-    """Blocks a group, n, of a network of depth 6n + extra: three groups, two convs a block."""
-    n, rest = divmod(depth - extra, 6)
-    if rest or n < 1:
-        near = 6 * max(1, round((depth - extra) / 6)) + extra
-        raise UsageError(f"depth {depth} of model {name!r} is not 6n + {extra} with n >= 1: take {near}")
-    return n
+def wide_resnet(numbers: list[int], classes: int, in_channels: int, size: int) -> nn.Module:
+    depth, width = numbers
+    return WideResNet((depth - 4) // 6, width, classes, in_channels)
 
 
 @torch.no_grad()
-def _initialise(model: nn.Module, generator: torch.Generator) -> None:
+def initialise(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw every weight from N(0, 1 / fan_in); biases are zero."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             fan_in = module.weight[0].numel()
