@@ -25,7 +25,8 @@ $(STAMP): requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dpngd needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	# As a path entry, not as an import hook: a script in the folder beside the clone would else import the clone's folder.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --config-settings editable_mode=compat
 	touch $@
 
 clean:
