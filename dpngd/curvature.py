@@ -5,15 +5,16 @@
     symbol     shape        meaning
     a_t        (I,)         input of the layer at position t, a 1 appended where it has a bias
     d_t        (O,)         gradient of one example's -log p(y|x) with respect to the layer's output at position t
-    A, G       (R, I, I), (R, O, O)   R = 1 but for grouped convolutions
+    A, G       (R, I, I), (R, O, O)   R = 1 except for grouped convolutions
     lambda_A   (R, I)       eigenvalues, largest first; Q_A (R, I, I) holds the eigenvectors in its columns
 
 The scale is that of one example's loss (no powers of the batch size, positions counted once), because lambda_safe is an
-absolute floor. A norm layer's block is exact: its gradient is a single row g, so A = E[g g'] and G = 1.
+absolute floor. A norm layer's block is exact: its gradient is a single row g, so A = E[g g'] and G = 1. How a layer of
+each kind comes to its a_t and d_t is in `dpngd.layers`.
 
 Labels: the paper's F has y ~ P_theta, and public images need not have labels of the private task at all:
     sampled   y ~ p_theta(. | x), one backward pass
-    exact     the expectation over y, one backward pass a class
+    exact     the expectation over y, one backward pass per class
     random    y uniform over the classes
     given     the labels that came with the images
 """
@@ -28,9 +29,13 @@ from torch import Tensor, nn
 
 from dpngd.errors import UsageError, unknown
 from dpngd.gradients import Tape
-from dpngd.layers.trainable import Layer, trainable_layers
+from dpngd.layers import Layer, trainable_layers
 
 LABELS = ("sampled", "exact", "random", "given")
+
+IMAGES_AT_ONCE = 50
+"""Public images per pass. Not `gradients.MICRO_BATCH`: A and G are sums over passes, so another number would change the
+rounding of every recorded result."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,8 @@ def _eigh(M: Tensor) -> tuple[Tensor, Tensor]:
     try:
         values, vectors = torch.linalg.eigh(M)
     except torch.linalg.LinAlgError:
-        # LAPACK's divide and conquer can give up on a matrix of mostly zero rows (inputs that are always zero). As
-        # much as its own rounding on the diagonal, and it finds them.
+        # LAPACK's divide and conquer can give up on a matrix of mostly zero rows (inputs that are always zero). With
+        # as much as its own rounding added to the diagonal, it succeeds.
         M = M + torch.finfo(M.dtype).eps * M.abs().amax((-2, -1), keepdim=True) * torch.eye(M.shape[-1]).to(M)
         values, vectors = torch.linalg.eigh(M)
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
@@ -73,7 +78,7 @@ class KFAC:
     """Curvature of `model` on public images; call it at theta_t to get every layer's F_l."""
 
     def __init__(self, model: nn.Module, x: Tensor, *, labels: str = "sampled", y: Tensor | None = None,
-                 generator: torch.Generator | None = None, micro_batch: int = 50):
+                 generator: torch.Generator | None = None, micro_batch: int = IMAGES_AT_ONCE):
         if labels not in LABELS:
             raise unknown("Fisher labels", labels, LABELS)
         if len(x) == 0:
@@ -81,7 +86,7 @@ class KFAC:
         if (labels == "given") != (y is not None):
             raise UsageError("labels='given' and y belong together: pass both or neither")
         if y is not None and len(y) != len(x):
-            raise UsageError(f"{len(y)} public labels for {len(x)} images: pass one label an image")
+            raise UsageError(f"{len(y)} public labels for {len(x)} images: pass one label per image")
         if labels in ("sampled", "random") and generator is None:
             raise UsageError(f"labels={labels!r} draws labels: pass a generator")
         self.model, self.x, self.y, self.labels = model, x, y, labels
@@ -136,7 +141,7 @@ class KFAC:
 
 
 class Moments:
-    """Running sums of a a' and d d' for one layer."""
+    """Running sums of a layer's moments, and K-FAC's factors from them."""
 
     def __init__(self, layer: Layer):
         self.layer = layer
@@ -144,39 +149,17 @@ class Moments:
         self.G: Tensor | None = None
 
     def add(self, a: Tensor, d: Tensor, inputs: bool) -> None:
-        layer = self.layer
-        if layer.kind == "norm":
-            g = layer.gradient(a, d, 1).materialise()[:, 0, 0]  # (n, I): one row a sample, so the block is exact
-            self.A = _plus(self.A, (g.mT @ g).unsqueeze(0))
-            self.G = g.new_ones(1, 1, 1)
-            return
-        if layer.kind == "conv":
-            H, W = d.shape[2:]
-            S = H * W
-            A = layer.conv.second_moment(a, H, W) if inputs else None
-            d = d.unflatten(1, (layer.shape[0], -1)).flatten(3).permute(1, 2, 0, 3).flatten(2)  # (R, O, n*S)
-            G = d @ d.mT
-        else:
-            a, d = a.reshape(len(a), -1, a.shape[-1]), d.reshape(len(d), -1, d.shape[-1])
-            S = d.shape[1]
-            a, d = a.flatten(0, 1), d.flatten(0, 1)
-            if layer.bias:
-                a = F.pad(a, (0, 1), value=1.0)
-            A, G = ((a.mT @ a).unsqueeze(0) if inputs else None), (d.mT @ d).unsqueeze(0)
-        self.G = _plus(self.G, G / S)
-        if A is not None:
-            self.A = _plus(self.A, A)
+        A, G = self.layer.moments(a, d, inputs)
+        self.A, self.G = _plus(self.A, A), _plus(self.G, G)
 
     def mean(self, n: int) -> tuple[Tensor, Tensor]:
-        """(A, G); zero for a layer that the output does not depend on."""
-        R, O, I = self.layer.shape
-        weight = self.layer.module.weight
-        if self.A is None:
-            return weight.new_zeros(R, I, I), weight.new_zeros(R, O, O)
-        return self.A / n, self.G if self.layer.kind == "norm" else self.G / n
+        """(A, G) of n images; zero for a layer that the output does not depend on."""
+        return self.layer.kfac(self.A, self.G, n)
 
 
-def _plus(total: Tensor | None, term: Tensor) -> Tensor:
+def _plus(total: Tensor | None, term: Tensor | None) -> Tensor | None:
+    if term is None:
+        return total
     return term if total is None else total.add_(term)
 
 

@@ -3,7 +3,7 @@
 One forward pass records every layer's input a, one backward pass its output gradient d. Autograd is asked for
 the gradients of layer outputs only: the summed weight gradient, which private training cannot use, is never computed.
 
-Privacy rests on g_i depending on sample i alone. Layers that mix samples are refused by name, and the first
+Privacy requires that g_i depends on sample i alone. Layers that mix samples are refused by name, and the first
 micro-batch is checked against autograd and against a pass of one sample on its own: a model that slips through the
 first test fails the second.
 """
@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpngd.errors import UsageError
-from dpngd.layers.forms import Dense, LayerGradient
-from dpngd.layers.trainable import Layer, trainable_layers
+from dpngd.layers import Dense, Layer, LayerGradient, trainable_layers
 
 Blocks = list[Tensor]
-"""One (R, O, I) matrix stack a layer: how sums, noise and updates are held. See `layers` for the symbols."""
+"""One (R, O, I) matrix stack per layer: how sums, noise and updates are held. Symbols as in `layers.forms`."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(predictions (n, ...), targets (n,)) -> the n losses."""
 
+
 def cross_entropy(output: Tensor, y: Tensor) -> Tensor:
-    """-log p(y | x), one value a row."""
+    """-log p(y | x), one value per row."""
     return F.cross_entropy(output, y, reduction="none")
 
 
@@ -115,7 +115,7 @@ class PerSample:
             losses = self.loss(tape.forward(x), y)
             if losses.shape != y.shape[:1]:
                 raise UsageError(f"the loss gave shape {tuple(losses.shape)} for {len(y)} rows: it must return one "
-                                 "value a row (reduction='none')")
+                                 "value per row (reduction='none')")
             tape.backward(losses)
         b = len(x) // K
         grads = [g if g is not None else Dense(x.new_zeros(b, *layer.shape))  # a layer the loss does not depend on
@@ -123,11 +123,13 @@ class PerSample:
         return SampleGradients(grads, losses.detach().view(b, K).mean(1))
 
     def _self_check(self, x: Tensor, y: Tensor) -> bool:
-        """One small micro-batch against autograd, and rows on their own against the same in company; whether it could
-        tell."""
+        """Check one small micro-batch against autograd, and rows alone against the same rows in a batch.
+
+        Returns whether it could tell: gradients that are not finite show nothing.
+        """
         n = min(len(x), max(2, self.K))
         x, y = x[:n], y[:n]
-        if n == 1:  # a row alone shows no mixing: give it company
+        if n == 1:  # a row alone shows no mixing: add another
             n, x, y = 2, torch.cat([x, torch.zeros_like(x)]), torch.cat([y, y])
         params = {k: p for layer in self.layers for k, p in layer.params().items()}
         with torch.random.fork_rng(), torch.enable_grad():
@@ -162,7 +164,19 @@ class PerSample:
 
 MICRO_BATCH = 64
 """Views worked on at once. Enough to keep two cores busy, few enough that what a layer leaves is still in cache when
-the next one reads it: 64 was the fastest of 8 to 256 on the networks here (`python -m dpngd.bench --micro-batch`)."""
+the next one reads it: 64 was the fastest of 8 to 256 on the networks here (the benchmark's --micro-batch)."""
+
+
+def micro_batch_size(K: int, views: int = MICRO_BATCH, *, samples: int | None = None, threads: int = 1) -> int:
+    """Samples per micro-batch, the one rule: whole samples of K views each, at most `views` views, at least a sample.
+
+    Given the number of samples in the batch, also at most ceil(samples / threads), so that a small batch has a
+    micro-batch for each thread.
+    """
+    size = views // K
+    if samples is not None:
+        size = min(size, -(-samples // threads))
+    return max(1, size)
 
 
 def micro_batches(per_sample: PerSample, x: Tensor, y: Tensor, views: int = MICRO_BATCH) -> Iterator[SampleGradients]:
@@ -173,7 +187,7 @@ def micro_batches(per_sample: PerSample, x: Tensor, y: Tensor, views: int = MICR
 
 def pieces(x: Tensor, y: Tensor, K: int, views: int = MICRO_BATCH) -> Iterator[tuple[Tensor, Tensor]]:
     """x (b*K, ...), y (b,) in micro-batches of whole samples."""
-    n = max(1, views // K)
+    n = micro_batch_size(K, views)
     for lo in range(0, len(y), n):
         yield x[lo * K : (lo + n) * K], y[lo : lo + n]
 
@@ -186,7 +200,7 @@ class Tape:
         self.results: list = [None] * len(layers)
         self._inputs: dict[int, Tensor] = {}
         self._leaves: list[Tensor] = []
-        # Detached parameters stand in for the model's: autograd then has no weight gradients to compute.
+        # Detached parameters take the place of the model's: autograd then has no weight gradients to compute.
         self._detached = {k: p.detach() for k, p in model.named_parameters()}
 
     def __enter__(self) -> Tape:

@@ -27,7 +27,7 @@ from dpngd.clamping import DynamicFloor
 from dpngd.curvature import KFAC, LayerCurvature
 from dpngd.errors import UsageError
 from dpngd.gradients import Blocks, SampleGradients
-from dpngd.layers.trainable import trainable_layers
+from dpngd.layers import trainable_layers
 from dpngd.mechanism import GaussianMechanism
 from dpngd.natural import Natural
 from dpngd.noise import stream
@@ -62,7 +62,7 @@ class DPNGD(DPOptimizer):
         if {id(p) for p in self.params} != ours:
             raise UsageError("the optimizer's parameters are not the module's trainable parameters: build the "
                              "optimizer from module.parameters(); freeze what must not train by requires_grad_(False)")
-        weight = self.layers[0].module.weight
+        weight = self.layers[0].like
         x = public_images(public).to(weight)
         self.kfac = KFAC(model, x, labels=labels, generator=stream(seed, "labels") if labels != "exact" else None)
         self.floor = DynamicFloor(lambda_safe, lambda_safe / 4 if lambda_base is None else lambda_base, T, T1, p)
@@ -75,7 +75,7 @@ class DPNGD(DPOptimizer):
         """Add the clipped whitened gradients of one physical batch to the sums of the current step."""
         if self._sums is None:  # F~ is fixed before the step's first batch is looked at
             self.natural.prepare(min(self.t, self.floor.T))
-        zeros = [p.new_zeros(layer.shape) for layer in self.layers for p in [layer.module.weight]]
+        zeros = [layer.like.new_zeros(layer.shape) for layer in self.layers]
         clipped = self._mechanism().clipped_sums([self._gradients()], self.natural.geometry, zeros)
         self.nonfinite += clipped.seen - clipped.norms.shape[1]
         sums = clipped.sums[0]
@@ -136,7 +136,7 @@ class DPNGD(DPOptimizer):
                 _check_processed_flag(p.grad_sample)
                 samples.append(self._get_flat_grad_sample(p).to(p.dtype))
                 _mark_as_processed(p.grad_sample)
-            layers.append(layer.join(samples[0], samples[1] if layer.bias else None))
+            layers.append(layer.join(*samples))
         losses = samples[0].new_zeros(len(samples[0]))  # Opacus keeps no per-sample losses
         return SampleGradients(layers, losses)
 

@@ -5,8 +5,8 @@ coordinate is its last column. A norm layer's scale and shift are a single row, 
 
     symbol  shape         meaning
     b                     samples in the micro-batch
-    K                     views a sample; rows i*K .. i*K+K-1 of a and d belong to sample i
-    S                     positions a sample's gradient sums over (time, or K * height * width)
+    K                     views per sample; rows i*K .. i*K+K-1 of a and d belong to sample i
+    S                     positions that a sample's gradient sums over (time, or K * height * width)
     a       (b, S, I)     the layer's inputs (unfolded for a convolution)
     d       (b, S, O)     gradients of the samples' losses with respect to the layer's outputs
     g       (b, R, O, I)  per-sample gradients: g_i = sum_s d_is a_is'
@@ -55,13 +55,13 @@ class LayerGradient(Protocol):
 
 
 def weighted_energy(g: Tensor, w: Tensor) -> Tensor:
-    """sum(g^2 * w) a sample. Long dot products in float32 are off by 1e-4, as sums in one run are; `sum` is not."""
+    """sum(g^2 * w) per sample. Long dot products in float32 are off by 1e-4, as sums in one run are; `sum` is not."""
     g, w = g.square().flatten(1), w.to(g.dtype).flatten()
     return g @ w if len(w) <= 2**14 else g.mul_(w).sum(1)
 
 
 class Dense:
-    """g itself, its bias column kept apart so that no layer has to be copied to append it."""
+    """g itself, with its bias column held separately so that no layer has to be copied to append it."""
 
     def __init__(self, w: Tensor, bias: Tensor | None = None):
         self.w, self.bias = w, bias  # (b, R, O, I_w) and (b, R, O)

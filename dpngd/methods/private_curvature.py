@@ -22,12 +22,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dpngd.curvature import LayerCurvature, draw_labels
 from dpngd.gradients import Blocks, PerSample, SampleGradients, Tape
-from dpngd.layers.trainable import Layer
+from dpngd.layers import Layer
+from dpngd.layers.base import views_as_positions
 from dpngd.mechanism import GaussianMechanism
 from dpngd.methods import Built, Setting
 from dpngd.methods.dp_ngd import whitened
@@ -100,12 +100,11 @@ class PrivateKFAC:
                  labels: torch.Generator, noise: Noise):
         self.per_sample, self.labels, self.noise = per_sample, labels, noise
         self.mechanism = GaussianMechanism((CLIP_A, curvature_C), sigma, B)
-        self.factored = [layer for layer in per_sample.layers if layer.kind != "norm"]
-        self.geometry = FactorChannels(len(self.factored))
         like = next(per_sample.model.parameters())
-        sizes = [(layer.shape[0], layer.shape[2]) for layer in self.factored]
-        sizes += [(layer.shape[0], layer.shape[2 if layer.kind == "norm" else 1]) for layer in per_sample.layers]
-        self.zeros = [like.new_zeros(R, n, n) for R, n in sizes]
+        blocks = [[like.new_zeros(layer.shape[0], n, n) for layer in per_sample.layers for n in [layer.sides[side]]
+                   if n is not None] for side in (0, 1)]
+        self.zeros = [*blocks[0], *blocks[1]]
+        self.geometry = FactorChannels(len(blocks[0]))
         self.positions = _positions(per_sample, like.new_zeros(1, *shape))
 
     def __call__(self, batches: Iterable[tuple[Tensor, Tensor]]) -> list[LayerCurvature]:
@@ -113,18 +112,19 @@ class PrivateKFAC:
         return self.assemble(release.direction)
 
     def assemble(self, blocks: Blocks) -> list[LayerCurvature]:
-        """F of every layer from what was released: A and G back on their scales, a norm layer's G is 1."""
+        """F of every layer from what was released: A and G back on their scales; a single row's block is its A."""
         blocks = [(M + M.mT) / 2 for M in blocks]
         inputs, curvature = iter(blocks[: self.geometry.inputs]), []
         for layer, S, M in zip(self.per_sample.layers, self.positions, blocks[self.geometry.inputs :], strict=True):
-            if layer.kind == "norm":
-                curvature.append(LayerCurvature.of(M, M.new_ones(1, 1, 1)))
+            R, O, I = layer.shape
+            if layer.sides[0] is None:
+                curvature.append(LayerCurvature.of(M, M.new_ones(R, O, O)))
             else:
-                curvature.append(LayerCurvature.of(S * layer.shape[2] * next(inputs), M / S))
+                curvature.append(LayerCurvature.of(S * I * next(inputs), M / S))
         return curvature
 
     def contributions(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[SampleGradients]:
-        """The factors of the samples of each micro-batch, in the clothes of per-sample gradients."""
+        """The factors of the samples of each micro-batch, held as per-sample gradients are."""
         K = self.per_sample.K
         for x, _ in batches:
             with Tape(self.per_sample.model, self.per_sample.layers, self._factors) as tape:
@@ -135,33 +135,22 @@ class PrivateKFAC:
             yield SampleGradients([*inputs, *(G for _, G in tape.results)], losses.detach().view(-1, K).mean(1))
 
     def _factors(self, layer: Layer, a: Tensor, d: Tensor) -> tuple[Gram | None, Gram]:
-        (R, O, I), n = layer.shape, len(d)
-        if layer.kind == "norm":
-            return None, self._gram(layer.gradient(a, d, 1).materialise().mT)  # g as a column: (n, 1, I, 1)
-        if layer.kind == "conv":
-            if layer.conv.pad is not None:
-                a = F.pad(a, layer.conv.pad[0], mode=layer.conv.pad[1])
-            a = layer.conv.patches(a, *d.shape[2:]).reshape(n, R, -1, d[0, 0].numel())
-            d = d.reshape(n, R, O, -1)
-        else:
-            a, d = (t.reshape(n, 1, -1, t.shape[-1]).mT for t in (a, d))
-        if layer.bias:
-            a = F.pad(a, (0, 0, 0, 1), value=1.0)
-        return self._gram(a / (a.shape[-1] * I) ** 0.5), self._gram(d)
+        U, D = layer.columns(a, d)
+        if U is not None:
+            U = U / (U.shape[-1] * layer.shape[2]) ** 0.5
+        return None if U is None else self._gram(U), self._gram(D)
 
     def _gram(self, u: Tensor) -> Gram:
         """The mean over the K views of a sample: they are further positions."""
         K = self.per_sample.K
-        if K == 1:
-            return Gram(u)
-        return Gram(u.unflatten(0, (-1, K)).movedim(1, -2).flatten(-2) / K**0.5)
+        return Gram(u if K == 1 else views_as_positions(u, K) / K**0.5)
 
 
 def _positions(per_sample: PerSample, blank: Tensor) -> list[int]:
     """S of every layer, from a blank image: what is put back on after the release must not depend on the batch."""
 
     def count(layer: Layer, a: Tensor, d: Tensor) -> int:
-        return {"conv": d[0, 0].numel(), "linear": d[0].numel() // d.shape[-1], "norm": 1}[layer.kind]
+        return layer.columns(a, d)[1].shape[-1]
 
     with Tape(per_sample.model, per_sample.layers, count) as tape:
         tape.backward(tape.forward(blank))

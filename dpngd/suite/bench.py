@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from dpngd import methods
 from dpngd.errors import Parser, UsageError, exit_code, unknown
-from dpngd.gradients import MICRO_BATCH, PerSample, pieces
+from dpngd.gradients import MICRO_BATCH, PerSample, micro_batch_size, pieces
 from dpngd.methods import METHODS, Setting
 from dpngd.methods.gep import basis_bytes
 from dpngd.noise import seeded_noise, stream
@@ -309,7 +309,7 @@ def private(name: str) -> Callable[[Bench], Contender]:
         if METHODS[name].curvature_share:
             spends.append(Spend("curvature", config.epsilon, config.delta, sigma=1.0))
         workers = Workers(per_sample, torch.get_num_threads())
-        views = bench.K * workers.size(bench.B, bench.micro_batch, bench.K)
+        views = bench.K * micro_batch_size(bench.K, bench.micro_batch, samples=bench.B, threads=workers.threads)
         built = methods.build(Setting(config, per_sample, spends, tuple(bench.x.shape[1:]), bench.public,
                                       lambda: pieces(bench.x, bench.y, bench.K, views)))
         noise = seeded_noise(0)

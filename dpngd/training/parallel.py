@@ -41,10 +41,6 @@ class Workers:
                 model = replica(per_sample.model)
                 self._free.put(PerSample(model, per_sample.loss, per_sample.K, check=False))
 
-    def size(self, samples: int, views: int, K: int) -> int:
-        """Samples in a micro-batch: `views` views, or fewer so that a small batch too has one for each thread."""
-        return max(1, min(views // K, -(-samples // self.threads)))
-
     def gradients(self, batch: Batch, clock: Clock | None = None) -> Iterator[SampleGradients]:
         """The gradients of each micro-batch (x, y), in order. At most threads + 1 of them are held at a time.
 

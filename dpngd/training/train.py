@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpngd.data import Private, Public, check_disjoint, load_private, load_public
 from dpngd.errors import UsageError
-from dpngd.gradients import MICRO_BATCH, PerSample
+from dpngd.gradients import MICRO_BATCH, PerSample, micro_batch_size
 from dpngd.methods import Setting, build, method, plan
 from dpngd.noise import seeded_noise, stream
 from dpngd.sampling import PoissonSampler
@@ -124,7 +124,7 @@ class Batches:
         chosen = None
         if self.rule is not None:  # drawn for the whole batch, so that the micro-batch size changes nothing
             chosen = draw_views(len(rows), self.K, self.augmentation, pad=self.rule.pad, flip=self.rule.flip)
-        size = max(1, self.views // self.K)
+        size = micro_batch_size(self.K, self.views)
         for lo in range(0, len(rows), size):
             part = rows[lo : lo + size]
             x = self.private.x_train[part].to(self.device)

@@ -10,7 +10,7 @@ from torch import nn
 from dpngd.curvature import KFAC, LayerCurvature
 from dpngd.geometry import Euclidean, Kronecker
 from dpngd.gradients import PerSample, SampleGradients
-from dpngd.layers.convolutions import ConvFactors, ConvSpec
+from dpngd.layers.conv import Conv2dLayer, ConvFactors
 from dpngd.layers.forms import Dense, Factors
 from dpngd.noise import stream
 
@@ -159,7 +159,7 @@ def test_wide_layers(form, clamps, leak, wide_curvature):
     a = v[:-1, None, None] / v[-1] + leak * torch.randn(b, 512, 1, 2, generator=g, dtype=torch.float64)
     d = u[:, None, None] + leak * torch.randn(b, 512, 1, 2, generator=g, dtype=torch.float64)
     a, d = a.float(), d.float()
-    x = ConvSpec(nn.Conv2d(512, 512, 1), True).gradient(a, d, 1)
+    x = Conv2dLayer("conv", nn.Conv2d(512, 512, 1)).gradient(a, d, 1)
     assert isinstance(x, ConvFactors)
     U = torch.nn.functional.pad(a.double().flatten(2).mT, (0, 1), value=1.0)
     dense = d.double().flatten(2) @ U  # (b, O, I)

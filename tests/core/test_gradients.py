@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpngd.gradients import PerSample
-from dpngd.layers.convolutions import ConvFactors, ConvSpec
+from dpngd.layers.conv import Conv2dLayer, ConvFactors
 from dpngd.layers.forms import Dense, Factors
 from dpngd.noise import stream
 from dpngd.training import models
@@ -97,7 +97,7 @@ def test_one_drawn_convolution_in_float32(K, data, seed):
     check_everything(PerSample(model, K=K)(x, y), *reference.per_sample(model, x, y, K), tolerance=1e-5, seed=seed)
 
 
-# The strategies of layers.ConvSpec, each by a layer that takes it: arguments of Conv2d, (H, W), K, strategy.
+# The strategies of layers.conv, each by a layer that takes it: arguments of Conv2d, (H, W), K, strategy.
 STRATEGIES = [
     pytest.param((3, 5, 3), (6, 6), 1, "unfold", id="few input channels"),
     pytest.param((3, 5, 3, 2, 1), (7, 6), 8, "unfold", id="few input channels, 8 views"),
@@ -128,10 +128,10 @@ def test_every_strategy_of_a_convolution(arguments, size, K, strategy, dtype, mo
             calls.append((name, b))
             return plain(self, a, d, b)
 
-        monkeypatch.setattr(ConvSpec, name, spied)
+        monkeypatch.setattr(Conv2dLayer, name, spied)
 
-    spy("_unfolded", ConvSpec._unfolded)
-    spy("weight_gradient", ConvSpec.weight_gradient)
+    spy("_unfolded", Conv2dLayer._unfolded)
+    spy("weight_gradient", Conv2dLayer.weight_gradient)
     conv = seeded(lambda: nn.Conv2d(*arguments))
     out = conv(torch.zeros(1, arguments[0], *size)).flatten(1).shape[1]
     model = seeded(lambda: nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(out, CLASSES))).to(dtype)

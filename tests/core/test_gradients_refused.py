@@ -124,7 +124,7 @@ def test_models_that_the_first_micro_batch_finds_out(build, says, K):
 
 
 def test_mixing_is_found_whatever_comes_first():
-    """A row alone is given company; rows that are not finite show nothing, so the next micro-batch is checked."""
+    """A row alone gets another beside it; rows that are not finite show nothing, so the next micro-batch is checked."""
     x, y = sample((4,), 4, 1, torch.float32)
     mixing = seeded(lambda: Centred(MIXES["mean"]))
     with pytest.raises(UsageError, match="mixes samples"):
@@ -148,10 +148,10 @@ def test_a_loss_that_compares_rows_is_refused():
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, lambda output, y: F.cross_entropy(output, y)[None],
                                   lambda output, y: output])
-def test_a_loss_must_give_a_value_a_row(loss):
+def test_a_loss_must_give_one_value_per_row(loss):
     x, y = sample((4,), 4, 1, torch.float32)
     for check in (True, False):
-        with pytest.raises(UsageError, match=r"one value a row \(reduction='none'\)"):
+        with pytest.raises(UsageError, match=r"one value per row \(reduction='none'\)"):
             PerSample(nn.Linear(4, CLASSES), loss=loss, check=check)(x, y)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from dpngd.errors import UsageError
 from dpngd.gradients import PerSample
-from dpngd.layers.convolutions import ConvFactors, ConvSpec
+from dpngd.layers.conv import Conv2dLayer, ConvFactors
 from dpngd.layers.forms import Dense, Factors
 from dpngd.noise import stream
 
@@ -124,8 +124,8 @@ def test_norms_of_gradients_whose_positions_cancel(wide, gap):
     d = torch.cat([d, -d], 1)
     if wide:
         a = torch.randn(b, 256, 1, 1, generator=g).expand(-1, -1, 4, 6) + gap * torch.randn(b, 256, 4, 6, generator=g)
-        spec = ConvSpec(nn.Conv2d(256, O, 3, bias=False), False)
-        ours = spec.gradient(a, d.mT.reshape(b, O, 2, 4), 1)
+        layer = Conv2dLayer("conv", nn.Conv2d(256, O, 3, bias=False))
+        ours = layer.gradient(a, d.mT.reshape(b, O, 2, 4), 1)
         U = F.unfold(a.double(), 3).mT
     else:
         U = a = torch.randn(b, 1, I, generator=g) + gap * torch.randn(b, S, I, generator=g)

@@ -1,7 +1,7 @@
 """Slow, dense and independent: what the package is tested against. Nothing here calls the code under test.
 
-A layer's parameters are one vector, in the order of its (R, O, I) block: [W | bias] row by row for Linear and Conv2d
-(R groups of O outputs), scale then shift for a norm layer.
+A layer's parameters are one vector, in the order of its (R, O, I) block: [W | bias] row by row for linear layers and
+convolutions (R groups of O outputs); for all others the parameters one after the other, such as scale then shift.
 """
 
 import torch
@@ -9,27 +9,23 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-NORMS = nn.GroupNorm | nn.LayerNorm
-
 
 def trainable(model):
-    """(name, module) of the layers that have a trainable weight."""
+    """(name, module) of the layers that have a trainable parameter of their own."""
     return [(name, m) for name, m in model.named_modules()
-            if isinstance(m, nn.Linear | nn.Conv2d | NORMS) and m.weight is not None and m.weight.requires_grad]
+            if any(p.requires_grad for p in m.parameters(recurse=False))]
 
 
 def block(name, module, tensors):
     """{parameter: (b, *shape)} -> (b, R, O, I), the layout that the package documents."""
     prefix = f"{name}." if name else ""
-    w, bias = tensors[f"{prefix}weight"], tensors.get(f"{prefix}bias")
-    b = len(w)
-    if isinstance(module, NORMS):
-        parts = [w.reshape(b, 1, 1, -1)] + ([] if bias is None else [bias.reshape(b, 1, 1, -1)])
-    else:
-        R = getattr(module, "groups", 1)
-        w = w.reshape(b, R, len(module.weight) // R, -1)
-        parts = [w] + ([] if bias is None else [bias.reshape(b, R, -1, 1)])
-    return torch.cat(parts, -1)
+    own = [tensors[prefix + n] for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+    b = len(own[0])
+    if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
+        return torch.cat([t.reshape(b, 1, 1, -1) for t in own], -1)
+    R = getattr(module, "groups", 1)
+    w, *bias = own
+    return torch.cat([w.reshape(b, R, len(module.weight) // R, -1), *[t.reshape(b, R, -1, 1) for t in bias]], -1)
 
 
 def per_sample(model, x, y, K=1, loss=F.cross_entropy):

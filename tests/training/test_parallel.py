@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dpngd.errors import UsageError
-from dpngd.gradients import PerSample, pieces
+from dpngd.gradients import PerSample, micro_batch_size, pieces
 from dpngd.training import models
 from dpngd.training.parallel import Workers, replica
 
@@ -84,5 +84,4 @@ def test_the_model_is_checked_before_any_worker_sees_it():
     (1024, 64, 1, 2, 64), (64, 64, 1, 2, 32), (1024, 64, 16, 2, 4), (3, 64, 1, 2, 2), (1, 64, 16, 4, 1),
     (5, 4, 16, 1, 1)])
 def test_small_batches_are_shared_out(samples, views, K, threads, size):
-    workers = Workers(PerSample(network(), K=K), threads)
-    assert workers.size(samples, views, K) == size
+    assert micro_batch_size(K, views, samples=samples, threads=threads) == size

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpngd.layers.convolutions import ConvSpec
-from dpngd.layers.second_moments import keeps_size, patch_moment
+from dpngd.layers.conv import Conv2dLayer, keeps_size, patch_moment
 
 
 @pytest.mark.parametrize(("k", "C", "H", "W"), [(3, 5, 9, 7), (3, 1, 3, 4), (5, 3, 11, 12), (7, 2, 9, 8)])
@@ -34,7 +33,7 @@ def test_a_layer_takes_the_right_way(options, bias):
     conv = nn.Conv2d(3, 4, 3, bias=bias, **options).double()
     x = torch.randn(2, 3, 18, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     H, W = conv(x).shape[2:]
-    A = ConvSpec(conv, bias).second_moment(x, H, W)
+    A = Conv2dLayer("conv", conv).second_moment(x, H, W)
     padding = 1 if options["padding"] == "same" else options["padding"]
     mode = {"zeros": "constant"}.get(conv.padding_mode, conv.padding_mode)
     U = F.unfold(F.pad(x, (padding,) * 4, mode=mode), 3, stride=conv.stride).transpose(0, 1).flatten(1)

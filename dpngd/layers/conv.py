@@ -1,0 +1,223 @@
+"""Convolutions in two dimensions, with stride, padding, dilation and groups. Symbols as in `base` and `forms`.
+
+K-FAC's A, the sum over images and positions of a a' for the patches a that a convolution sees, needs no unfolding where
+the convolution has stride 1 and keeps the image's size. A patch holds the pixels r + delta for the k*k offsets delta
+around a position, so
+
+    A[(c, delta), (c', delta')] = sum_{r in V(delta)} x_c(r) x_c'(r + delta' - delta),    x = 0 outside the image
+
+depends on delta only through V(delta), the positions that the window leaves inside the image. The sum over all r is the
+image's autocorrelation at (2k-1)^2 lags, which is one weight gradient of a convolution of x with itself: 25 products
+per pair of channels for k = 3 where unfolding takes 81. What V(delta) lacks is a few border rows and columns, which are
+taken off by inclusion and exclusion (`patch_moment`).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpngd.layers.base import Layer, register
+from dpngd.layers.forms import Dense, LayerGradient, pair_sq_norms, weighted_energy
+
+
+@register(nn.Conv2d)
+class Conv2dLayer(Layer):
+    """z_t = W a_t + bias, a_t the patch of the input that output position t sees; R groups of channels.
+
+    Which way to the per-sample gradients is fastest depends on the shapes (as measured on CPU cores):
+    - wide, with few positions: none at all, a and d are kept (`ConvFactors`);
+    - few input channels, or 1x1: unfold, then one matrix product per view;
+    - K >= 8 views: an ordinary weight gradient for each sample, whose batch is the sample's views;
+    - else: the weight gradient of one convolution with a group for every sample.
+    The choice is by shape and not by timing, so that a run repeats bit for bit.
+    """
+
+    def __init__(self, name: str, module: nn.Conv2d):
+        super().__init__(name, module)
+        self.kernel, self.stride, self.dilation = module.kernel_size, module.stride, module.dilation
+        self.R = module.groups
+        self.O, self.C = module.out_channels // self.R, module.in_channels // self.R
+        self.patch = self.C * self.kernel[0] * self.kernel[1]  # I without the bias
+        self.shape = (self.R, self.O, self.patch + self.bias)
+        plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        self.padding = module.padding if plain else (0, 0)
+        # 'same' may be lopsided and other modes are not zeros: pad the input itself, once, for both.
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        self.pad = None if plain else (module._reversed_padding_repeated_twice, mode)
+
+    def columns(self, a: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        n, S = len(d), d[0, 0].numel()
+        U = self.patches(self.padded(a), *d.shape[2:]).reshape(n, self.R, self.patch, S)
+        D = d.reshape(n, self.R, self.O, S)
+        return (F.pad(U, (0, 0, 0, 1), value=1.0) if self.bias else U), D
+
+    def gradient(self, a: Tensor, d: Tensor, K: int) -> LayerGradient:
+        """Per-sample gradients in the form that costs least for these shapes."""
+        a, I = self.padded(a), self.patch
+        S = K * d.shape[2] * d.shape[3]
+        wide = self.O * I >= 2**18 and 2 * S * (I + self.O) < self.O * I
+        return ConvFactors(self, a, d, K) if wide and self.R == 1 else self.per_sample(a, d, K)
+
+    def moments(self, a: Tensor, d: Tensor, inputs: bool) -> tuple[Tensor | None, Tensor]:
+        H, W = d.shape[2:]
+        A = self.second_moment(a, H, W) if inputs else None
+        d = d.unflatten(1, (self.R, -1)).flatten(3).permute(1, 2, 0, 3).flatten(2)  # (R, O, n*S)
+        return A, d @ d.mT / (H * W)
+
+    def padded(self, a: Tensor) -> Tensor:
+        """The input as the convolution itself sees it, but for zeros that `padding` still asks for."""
+        return a if self.pad is None else F.pad(a, self.pad[0], mode=self.pad[1])
+
+    def per_sample(self, a: Tensor, d: Tensor, K: int) -> Dense:
+        """g from the (padded) input a (b*K, R*C, H, W) and d (b*K, R*O, H', W')."""
+        b = len(d) // K
+        if self.kernel == (1, 1) or self.C <= 4 or (K == 1 and self.O >= 64 and d[0, 0].numel() <= 256):
+            w = self._unfolded(a, d, b)
+        elif K >= 8:
+            w = torch.cat([self.weight_gradient(x, e, 1) for x, e in zip(a.split(K), d.split(K), strict=True)])
+        else:
+            a = a.unflatten(0, (b, K)).transpose(0, 1).flatten(1, 2)
+            w = self.weight_gradient(a, d.unflatten(0, (b, K)).transpose(0, 1).flatten(1, 2), b)
+        w = w.view(b, self.R, self.O, self.patch)
+        if not self.bias:
+            return Dense(w)
+        return Dense(w, d.flatten(2).sum(2).view(b, K, self.R, self.O).sum(1))
+
+    def weight_gradient(self, a: Tensor, d: Tensor, b: int) -> Tensor:
+        """Weight gradient of a convolution whose channels hold b samples side by side: (b*R, O, I)."""
+        groups = b * self.R
+        shape = a.new_empty(()).expand(groups * self.O, self.C, *self.kernel)  # only its shape is read
+        w = torch.ops.aten.convolution_backward(
+            d, a, shape, None, self.stride, self.padding, self.dilation, False, (0, 0), groups, (False, True, False)
+        )[1]
+        return w.reshape(groups, self.O, self.patch)
+
+    def _unfolded(self, a: Tensor, d: Tensor, b: int) -> Tensor:
+        """One product d U' per view, summed over views: (b, R, O, I) up to a view."""
+        n, (H, W) = len(a), d.shape[2:]
+        U = self.patches(a, H, W).reshape(n * self.R, self.patch, H * W)
+        w = d.reshape(n * self.R, self.O, H * W) @ U.mT
+        return w if n == b else w.view(b, n // b, -1).sum(1)
+
+    def patches(self, a: Tensor, H: int, W: int) -> Tensor:
+        """The patches that the H x W output positions see, as a view (n, R, C, kh, kw, H, W): nothing is copied."""
+        if self.padding != (0, 0):
+            a = F.pad(a, (self.padding[1], self.padding[1], self.padding[0], self.padding[0]))
+        s0, s1, s2, s3 = a.stride()
+        (sh, sw), (dh, dw) = self.stride, self.dilation
+        return a.as_strided((len(a), self.R, self.C, *self.kernel, H, W),
+                            (s0, self.C * s1, s1, dh * s2, dw * s3, sh * s2, sw * s3))
+
+    def second_moment(self, a: Tensor, H: int, W: int) -> Tensor:
+        """sum over images and positions of a a', a 1 appended for the bias: (R, I, I)."""
+        same_size = keeps_size(self.kernel, self.stride, self.padding, self.dilation, self.R)
+        if same_size and self.pad is None and min(H, W) >= 16:  # below that, unfolding costs no more
+            A, ones = (t.unsqueeze(0) for t in patch_moment(a, self.kernel[0]))
+        else:
+            U = self.patches(self.padded(a), H, W).permute(1, 2, 3, 4, 0, 5, 6).reshape(self.R, self.patch, -1)
+            A, ones = U @ U.mT, U.sum(2)
+        if not self.bias:
+            return A
+        ones = ones.unsqueeze(2)
+        last = torch.cat([ones.mT, ones.new_full((self.R, 1, 1), len(a) * H * W)], 2)
+        return torch.cat([torch.cat([A, ones], 2), last], 1)
+
+
+class ConvFactors:
+    """A wide convolution with few positions: a (b*K, C, H, W) and d (b*K, O, H', W') kept as they are.
+
+    ||g||^2 = <U U', d d'> over pairs of positions, U the unfolded input, costs S^2 (I + O) where g costs S I O;
+    projections are convolutions with the directions as kernels; the weighted sum is one ordinary weight gradient.
+    """
+
+    def __init__(self, layer: Conv2dLayer, a: Tensor, d: Tensor, K: int):
+        self.layer, self.a, self.d, self.K = layer, a, d, K
+
+    def _positions(self, t: Tensor) -> Tensor:
+        """(b*K, rows, H', W') -> (b, rows, S)."""
+        t = t.flatten(2)
+        return t if self.K == 1 else t.unflatten(0, (-1, self.K)).transpose(1, 2).flatten(2)
+
+    @cached_property
+    def _norms(self) -> tuple[Tensor, Tensor]:
+        layer = self.layer
+        U = self._positions(F.unfold(self.a, layer.kernel, layer.dilation, layer.padding, layer.stride))
+        return pair_sq_norms(U.mT, self._positions(self.d).mT, one=float(layer.bias))  # the bias' coordinate is 1
+
+    def sq_norms(self) -> Tensor:
+        return self._norms[0]
+
+    def terms(self) -> Tensor:
+        return self._norms[1]
+
+    def diagonal_sq_norms(self, w: Tensor) -> Tensor:
+        return weighted_energy(self.materialise(), w)
+
+    def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
+        layer, k = self.layer, Q_A.shape[-1]
+        kernels = Q_A[0, : layer.patch].mT.reshape(k, -1, *layer.kernel)
+        last = Q_A[0, layer.patch] if layer.bias else None
+        aQ = self._positions(F.conv2d(self.a, kernels, last, layer.stride, layer.padding, layer.dilation))
+        dQ = self._positions(torch.einsum("nohw,om->nmhw", self.d, Q_G[0]))
+        return (dQ @ aQ.mT).unsqueeze(1)
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        d = self.d * c.repeat_interleave(self.K)[:, None, None, None]
+        w = self.layer.weight_gradient(self.a, d, 1)
+        return torch.cat([w, d.sum((0, 2, 3)).view(1, -1, 1)], -1) if self.layer.bias else w
+
+    def materialise(self) -> Tensor:
+        return self.layer.per_sample(self.a, self.d, self.K).materialise()
+
+    def select(self, keep: Tensor) -> ConvFactors:
+        rows = (keep[:, None] * self.K + torch.arange(self.K, device=keep.device)).flatten()
+        return ConvFactors(self.layer, self.a[rows], self.d[rows], self.K)
+
+    def double(self) -> ConvFactors:
+        return ConvFactors(self.layer, self.a.double(), self.d.double(), self.K)
+
+
+def keeps_size(kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int],
+               groups: int) -> bool:
+    """Whether `patch_moment` covers a convolution of this shape."""
+    k = kernel[0]
+    return (kernel == (k, k) and k % 2 == 1 and k > 1 and stride == (1, 1) and dilation == (1, 1)
+            and padding == (k // 2, k // 2) and groups == 1)
+
+
+def patch_moment(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """x (n, C, H, W) -> sum of a a' (C k k, C k k) and sum of a (C k k), over all n*H*W zero-padded patches."""
+    C, H, W = x.shape[1:]
+    h = k // 2
+    padded = F.pad(x, (2 * h,) * 4)
+    total = x.sum(0)
+
+    def correlation(rows: slice, cols: slice) -> Tensor:
+        """sum_{r in rows x cols} x_c(r) x_c'(r + lag), shape (C, C, 4h+1, 4h+1)."""
+        here = x[:, :, rows, cols]
+        around = padded[:, :, rows.start : rows.stop + 4 * h, cols.start : cols.stop + 4 * h]
+        shape = x.new_empty(()).expand(C, C, 4 * h + 1, 4 * h + 1)  # only its shape is read
+        return torch.ops.aten.convolution_backward(here.contiguous(), around, shape, None, (1, 1), (0, 0), (1, 1),
+                                                   False, (0, 0), 1, (False, True, False))[1]
+
+    def outside(delta: int, size: int) -> slice:
+        """The positions r of 0 .. size-1 that are no o + delta for o in 0 .. size-1."""
+        return slice(size + delta, size) if delta < 0 else slice(0, delta)
+
+    every = correlation(slice(0, H), slice(0, W))
+    offsets = range(-h, h + 1)
+    row = {d: correlation(outside(d, H), slice(0, W)) if d else 0 for d in offsets}
+    col = {d: correlation(slice(0, H), outside(d, W)) if d else 0 for d in offsets}
+    A = x.new_empty(C, k, k, C, k, k)
+    s = x.new_empty(C, k, k)
+    for i, dy in enumerate(offsets):
+        for j, dx in enumerate(offsets):
+            corner = correlation(outside(dy, H), outside(dx, W)) if dy and dx else 0
+            lags = every - row[dy] - col[dx] + corner
+            A[:, i, j] = lags[:, :, h - dy : 3 * h + 1 - dy, h - dx : 3 * h + 1 - dx]
+            s[:, i, j] = total[:, max(0, dy) : H + min(0, dy), max(0, dx) : W + min(0, dx)].sum((1, 2))
+    return A.view(C * k * k, -1), s.flatten()
