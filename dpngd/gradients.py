@@ -4,8 +4,8 @@ One forward pass records every layer's input a, one backward pass its output gra
 the gradients of layer outputs only: the summed weight gradient, which private training cannot use, is never computed.
 
 Privacy requires that g_i depends on sample i alone. Layers that mix samples are refused by name, and the first
-micro-batch is checked against autograd and against a pass of one sample on its own: a model that slips through the
-first test fails the second.
+micro-batch is checked, sample by sample, against autograd and against passes of single rows: a model or a layer class
+that slips through the first test fails the second.
 """
 
 from __future__ import annotations
@@ -123,43 +123,53 @@ class PerSample:
         return SampleGradients(grads, losses.detach().view(b, K).mean(1))
 
     def _self_check(self, x: Tensor, y: Tensor) -> bool:
-        """Check one small micro-batch against autograd, and rows alone against the same rows in a batch.
+        """Check two samples: their outputs alone against those in a batch, each one's gradient against autograd's.
 
-        Returns whether it could tell: gradients that are not finite show nothing.
+        Returns whether it could tell: gradients that are not finite show nothing. With active dropout outputs cannot be
+        compared; gradients can, since both passes draw the same masks, and mixing shows in them too.
         """
-        n = min(len(x), max(2, self.K))
-        x, y = x[:n], y[:n]
-        if n == 1:  # a row alone shows no mixing: add another
-            n, x, y = 2, torch.cat([x, torch.zeros_like(x)]), torch.cat([y, y])
+        K = self.K
+        x, y = x[: 2 * K], y[: 2 * K]
+        if len(x) == K:  # a sample alone shows no mixing: add another
+            x, y = torch.cat([x, torch.zeros_like(x)]), torch.cat([y, y])
         params = {k: p for layer in self.layers for k, p in layer.params().items()}
         with torch.random.fork_rng(), torch.enable_grad():
             torch.manual_seed(0)  # the same dropout masks in both passes
-            grads = self._run(x, y, 1)  # first: its refusals say more than autograd's errors
+            grads = self._run(x, y, K)  # first: its refusals say more than autograd's errors
             torch.manual_seed(0)
-            total = self.loss(self.model(x), y).sum()
-            exact = torch.autograd.grad(total, list(params.values()), allow_unused=True)
-        if not all(torch.isfinite(e).all() for e in exact if e is not None):
+            losses = self.loss(self.model(x), y).view(2, K).mean(1)
+            exact = [torch.autograd.grad(loss, list(params.values()), allow_unused=True, retain_graph=True)
+                     for loss in losses]
+        if not all(torch.isfinite(e).all() for own in exact for e in own if e is not None):
             return False  # nothing to compare; such samples are dropped by the mechanism
-        ours = self.to_params(grads.weighted_sum(x.new_ones(n)))
-        for (name, p), e in zip(params.items(), exact, strict=True):
-            e = torch.zeros_like(p) if e is None else e
-            scale = torch.stack([e.norm() for e in exact if e is not None]).max()
-            if (ours[name] - e).norm() > 1e-3 * scale + 1e-12:
-                raise UsageError(f"the per-sample gradients of {name!r} do not add up to autograd's: the parameter is "
-                                 "used outside its layer's forward (weight tying, a functional call, a hook); use "
-                                 "each layer once, as a module")
-        if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0 for m in self.model.modules()):
-            return True
-        ends = [0, n - 1]  # both: the first row is not moved by what runs down the batch
-        with torch.no_grad():
-            together, alone = self.model(x), torch.cat([self.model(x[i : i + 1]) for i in ends])
-            losses = torch.cat([self.loss(z[None], y[i : i + 1]) for i, z in zip(ends, alone, strict=True)])
-            pairs = (("model's output", together[ends], alone), ("loss", self.loss(together, y)[ends], losses))
+        if not any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0
+                   for m in self.model.modules()):
+            self._check_outputs(x, y)
+        for i, own in enumerate(exact):
+            one = grads.select(torch.tensor([i], device=x.device))
+            ours = self.to_params(one.weighted_sum(one.losses.new_ones(1)))
+            scale = torch.stack([e.norm() for e in own if e is not None]).max()
+            for (name, p), e in zip(params.items(), own, strict=True):
+                if (ours[name] - (torch.zeros_like(p) if e is None else e)).norm() > 1e-3 * scale + 1e-12:
+                    raise UsageError(f"a sample's gradient of {name!r} is not autograd's: the parameter is used "
+                                     "outside its layer's forward (weight tying, a functional call, a hook), samples "
+                                     "are mixed, or its layer's class is wrong; use each layer once, as a module")
+        return True
+
+    @torch.no_grad()
+    def _check_outputs(self, x: Tensor, y: Tensor) -> None:
+        """Compare the first and the last row alone with the same rows in the batch.
+
+        Both, because an operation that runs down the batch, such as a cumulative sum, does not change the first.
+        """
+        ends = [0, len(x) - 1]
+        together, alone = self.model(x), torch.cat([self.model(x[i : i + 1]) for i in ends])
+        losses = torch.cat([self.loss(z[None], y[i : i + 1]) for i, z in zip(ends, alone, strict=True)])
+        pairs = (("model's output", together[ends], alone), ("loss", self.loss(together, y)[ends], losses))
         for what, company, own in pairs:
             if not torch.allclose(company, own, rtol=1e-3, atol=1e-3 * float(company.abs().max())):
                 raise UsageError(f"the {what} for a sample changes with the other samples of the batch: it mixes "
                                  "samples, so no per-sample gradient exists; make every operation act on one sample")
-        return True
 
 
 MICRO_BATCH = 64

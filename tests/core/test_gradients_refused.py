@@ -110,7 +110,7 @@ MIXES = {
 @pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize(("build", "says"), [
     (Twice, ["'body'", "called twice", "layer of its own"]),
-    (Tied, ["'body.weight'", "do not add up to autograd's", "tying"]),
+    (Tied, ["'body.weight'", "is not autograd's", "tying"]),
     *[(lambda mix=mix: Centred(mix), ["mixes samples", "other samples of the batch"]) for mix in MIXES.values()],
     (InPlace, ["'body'", "changed in place", "inplace=False"]),
 ], ids=["called twice", "tied", *MIXES, "in place"])
@@ -133,6 +133,22 @@ def test_mixing_is_found_whatever_comes_first():
     persample(torch.full((4, 4), torch.nan), y)
     with pytest.raises(UsageError, match="mixes samples"):
         persample(x, y)
+
+
+@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_mixing_is_found_behind_dropout(mix, K):
+    """Outputs differ by their masks then; the gradients of the samples tell."""
+    x, y = sample((4,), 4, K, torch.float32)
+    model = seeded(lambda: nn.Sequential(nn.Dropout(1e-9), Centred(mix)))
+    with pytest.raises(UsageError, match="samples are mixed"):
+        PerSample(model, K=K)(x, y)
+
+
+@pytest.mark.parametrize("K", [1, 4])
+def test_dropout_alone_is_fine(K):
+    x, y = sample((4,), 4, K, torch.float32)
+    PerSample(seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES))), K=K)(x, y)
 
 
 def test_a_loss_that_compares_rows_is_refused():

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from gradient_checks import CLASSES, check_everything, sample, seeded
 from torch import nn
 
-from dpngd.curvature import KFAC
+from dpngd.curvature import KFAC, sampled_labels
 from dpngd.errors import UsageError
 from dpngd.geometry import Kronecker
 from dpngd.gradients import PerSample
@@ -15,7 +15,6 @@ from dpngd.layers import Dense, Layer, RowLayer, register, trainable_layers, unr
 from dpngd.layers.conv import Conv2dLayer
 from dpngd.layers.linear import LinearLayer
 from dpngd.methods import private_curvature
-from dpngd.methods.baselines import sampled_labels
 from dpngd.methods.private_curvature import PrivateKFAC
 from dpngd.noise import seeded_noise, stream
 
@@ -227,6 +226,28 @@ def test_mixing_layers_are_refused_whoever_registers_them():
             trainable_layers(nn.Sequential(nn.BatchNorm1d(2)))
     finally:
         unregister(nn.BatchNorm1d)
+
+
+def spread(self, a, d, K):
+    """Adds up to autograd's sum, and gives every sample a share of all others."""
+    g = ScaleAndPowerLayer.gradient(self, a, d, K).w
+    return Dense(g.mean(0, keepdim=True).expand_as(g))
+
+
+def wrong_views(self, a, d, K):
+    """Takes rows i, i + b, ... for the views of sample i."""
+    order = torch.arange(len(a)).view(K, -1).T.flatten()
+    return ScaleAndPowerLayer.gradient(self, a[order], d[order], K)
+
+
+@pytest.mark.parametrize(("gradient", "K"), [(spread, 1), (spread, 4), (wrong_views, 4)])
+def test_a_class_that_gives_samples_the_gradients_of_others_is_found_out(gradient, K):
+    """Clipping would bound the wrong thing: the first micro-batch is checked sample by sample."""
+    unregister(ScaleAndPower)
+    register(ScaleAndPower)(type("Wrong", (ScaleAndPowerLayer,), {"gradient": gradient}))
+    x, y = sample((2, 7), 3, K, torch.float32)
+    with pytest.raises(UsageError, match=r"gradient of '2\.gain' is not autograd's.*layer's class is wrong"):
+        PerSample(seeded(network), K=K)(x, y)
 
 
 @pytest.mark.parametrize(("call", "says"), [
