@@ -13,6 +13,10 @@ from typing import NoReturn
 class UsageError(ValueError):
     """Bad input. The message is one line: what is wrong, where, and what to do."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What Jupyter shows of it: that line, not the calls that led to it."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong with a command line in one line, as everything here does."""

@@ -1,8 +1,8 @@
-"""`python -m dpngd.bench`: seconds a training step, every contender interleaved in one run.
+"""`dpngd bench`: seconds per training step, every contender interleaved in one run.
 
 Machines are noisy, so what counts is ratios of medians from rounds in which every contender takes its turn. The cost
 of a curvature refresh is measured apart and amortised: a step on b samples carries b / (T_cur * amortise_batch) of it.
-Peak memory is measured in a fresh process a contender.
+Peak memory is measured in a fresh process per contender.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def make_bench(model: str, batch: int, K: int, public: int, floor: float, micro_
     return Bench(net, x, y, K, torch.randn(public, 3, 32, 32, generator=g), floor, micro_batch)
 
 
-def timed(step) -> float:
+def seconds_of(step) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
 
 
-def measure(name: str, args: argparse.Namespace) -> dict:
+def time_contenders(name: str, args: argparse.Namespace) -> dict:
     """Medians and quartiles for one model; contenders take turns in every round."""
     batch = args.batch or DEFAULT_BATCH.get(name, 256)
     bench = make_bench(name, batch, args.K, args.public, args.floor, args.micro_batch)
@@ -73,9 +73,9 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     turns = [(r, c) for r in range(args.repeats) for c in running]
     for r, c in tqdm(turns, desc=name, file=sys.stderr, disable=args.quiet):
         gc.collect()
-        seconds[c].append(timed(running[c].step))
+        seconds[c].append(seconds_of(running[c].step))
         if c in refresh and r % max(1, args.repeats // 3) == 0:
-            refresh[c].append(timed(running[c].refresh))
+            refresh[c].append(seconds_of(running[c].refresh))
     amortised = batch / (args.t_cur * args.amortise_batch)
     rows = {}
     for c, times in seconds.items():
@@ -143,9 +143,9 @@ def high_water() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
 
-def table(report: dict) -> str:
-    lines = [f"{report['threads']} threads, {report['cpu']}, torch {report['torch']}, K={report['K']}; seconds a step, "
-             f"curvature of {report['public']} images amortised over {report['t_cur']} steps of "
+def bench_text(report: dict) -> str:
+    lines = [f"{report['threads']} threads, {report['cpu']}, torch {report['torch']}, K={report['K']}; "
+             f"seconds per step, curvature of {report['public']} images amortised over {report['t_cur']} steps of "
              f"{report['amortise_batch']} samples"]
     for name, result in report["models"].items():
         lines += ["", f"{name}, batch {result['batch']}",
@@ -164,13 +164,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--models", nargs="+", default=["resnet-20", "wrn-10-1", "wrn-16-4"], metavar="MODEL")
     p.add_argument("--contenders", nargs="+", default=list(DEFAULT_CONTENDERS), metavar="NAME",
                    help=f"of {', '.join(OTHERS)}, and the methods (default {', '.join(DEFAULT_CONTENDERS)})")
-    p.add_argument("--batch", type=int, help="samples a step (default 256; 64 for wrn-16-4)")
-    p.add_argument("--K", type=int, default=1, help="views a sample (augmentation multiplicity)")
+    p.add_argument("--batch", type=int, help="samples per step (default 256; 64 for wrn-16-4)")
+    p.add_argument("--K", type=int, default=1, help="views per sample (augmentation multiplicity)")
     p.add_argument("--repeats", type=int, default=9)
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    p.add_argument("--public", type=int, default=500, help="public images a curvature refresh")
+    p.add_argument("--public", type=int, default=500, help="public images per curvature refresh")
     p.add_argument("--t-cur", type=int, default=8, help="steps between refreshes")
-    p.add_argument("--amortise-batch", type=int, default=1024, help="samples a step when amortising the refresh")
+    p.add_argument("--amortise-batch", type=int, default=1024, help="samples per step when amortising the refresh")
     p.add_argument("--floor", type=float, default=0.025, help="lambda_t at which DP-NGD is timed")
     p.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help="views worked on at once, ours")
     p.add_argument("--no-memory", action="store_true", help="skip the memory measurement")
@@ -197,18 +197,18 @@ def main(argv: list[str] | None = None) -> int:
     if args.peak_of:
         print(own_peak(args.peak_of, args))
         return 0
-    results = {name: measure(name, args) for name in args.models}
+    results = {name: time_contenders(name, args) for name in args.models}
     report = {
         "models": results,
         "ratio": {name: ratios(r["contenders"]) for name, r in results.items()},
         **{k: getattr(args, k) for k in ("K", "threads", "public", "t_cur", "amortise_batch", "floor", "repeats")},
         "cpu": record.cpu(), "torch": torch.__version__,
     }
-    print(json.dumps(report, indent=1) if args.json else table(report))
+    print(json.dumps(report, indent=1) if args.json else bench_text(report))
     return 0
 
 
-# ---- What the benchmark times: one training step of each contender, on the same model, batch and public images.
+# ---- What the benchmark times: one training step of each contender, on the same model, batch and public images -------
 
 Step = Callable[[], None]
 GEP_DIRECTIONS = 1000

@@ -1,7 +1,7 @@
 """One notebook in a process of its own, by papermill: parameters, time limit, peak memory, a clean copy of the result.
 
-`python -m dpngd.execute SOURCE TARGET PARAMETERS` is that process. Papermill changes directories for its whole process
-and only warns of unknown parameters, hence the process, and hence `runner` checks names before.
+`python -m dpngd.suite.execute SOURCE TARGET PARAMETERS` is that process. Papermill changes directories for its whole
+process, hence a process per notebook; it only warns of unknown parameters, hence `run.parse` checks their names before.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ import nbformat
 import psutil
 
 from dpngd.errors import UsageError, unknown
+from dpngd.files import write_atomically
+from dpngd.suite import paths
 from dpngd.suite.executors import THREADS
-from dpngd.suite.store import ROOT, write_atomically
 
-NOTEBOOKS = ROOT / "notebooks"
-POLL = 0.25  # seconds between two looks at the memory
+WATCH_EVERY = 0.25  # seconds between two looks at the memory
 STALL = 90.0  # seconds in which a notebook and all it started may use no processor: a lost message, not work
 IDLE = 0.5  # seconds of processor that waiting itself may take in that time
-
-
 STALLED = f"it stood still for {STALL:g} seconds"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Execution:
     """How a notebook ended; `error` is empty where it ended well."""
 
     notebook: str
@@ -46,11 +44,12 @@ class Outcome:
 
 
 def execute(notebook: str, parameters: Mapping[str, Any], folder: Path, *, timeout: float, html: bool = False,
-            source: Path = NOTEBOOKS, tries: int = 2) -> Outcome:
-    """Run a notebook into folder/<notebook>.ipynb; figures and tables land in the folder too.
+            source: Path | None = None, tries: int = 2) -> Execution:
+    """Run a notebook (of notebooks/, or of `source`) into folder/<notebook>.ipynb, its figures and tables beside it.
 
     A kernel and its client can wait for each other for ever (a message lost between them). One that stalls is started
     again; what was trained is stored."""
+    source = source or paths.NOTEBOOKS
     outcome = _execute(notebook, parameters, folder, timeout, html, source)
     while outcome.error == STALLED and (tries := tries - 1):
         print(f"{notebook}: {STALLED}; once more", file=sys.stderr)
@@ -59,16 +58,17 @@ def execute(notebook: str, parameters: Mapping[str, Any], folder: Path, *, timeo
 
 
 def _execute(notebook: str, parameters: Mapping[str, Any], folder: Path, timeout: float, html: bool,
-             source: Path) -> Outcome:
+             source: Path) -> Execution:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{notebook}.json").unlink(missing_ok=True)  # an old entry must not pass for this run's
     started, peak = time.perf_counter(), 0.0
-    env = {**os.environ, **THREADS, "DPNGD_FIGURES": str(folder.resolve()), "PYTHONPATH": str(ROOT),
+    env = {**os.environ, **THREADS, "DPNGD_FIGURES": str(folder.resolve()), "PYTHONPATH": str(paths.ROOT),
            "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     command = [sys.executable, "-m", "dpngd.suite.execute", source / f"{notebook}.ipynb", folder / f"{notebook}.ipynb",
                json.dumps(dict(parameters)), *(["--html"] if html else [])]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(list(map(str, command)), env=env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        process = subprocess.Popen(list(map(str, command)), env=env, stdout=log, stderr=subprocess.STDOUT,
+                                   cwd=paths.ROOT)
         watched, error = psutil.Process(process.pid), ""
         moved, used = started, 0.0
         try:
@@ -83,7 +83,7 @@ def _execute(notebook: str, parameters: Mapping[str, Any], folder: Path, timeout
                 elif now - moved > STALL:
                     error = STALLED
                     break
-                time.sleep(POLL)
+                time.sleep(WATCH_EVERY)
         finally:  # also on Ctrl-C: no kernel outlives its notebook
             stop(watched)
             process.wait()
@@ -92,7 +92,7 @@ def _execute(notebook: str, parameters: Mapping[str, Any], folder: Path, timeout
             error = last_line(log.read().decode(errors="replace")) or f"exit code {process.returncode}"
     if not error and not (folder / f"{notebook}.json").exists():
         error = "it left no entry for the report: its last cell must call study.provenance()"
-    return Outcome(notebook, time.perf_counter() - started, peak / 2**20, error)
+    return Execution(notebook, time.perf_counter() - started, peak / 2**20, error)
 
 
 def resident(process: psutil.Process) -> float:
@@ -160,12 +160,14 @@ def in_this_process(source: str, target: str, parameters: str, *flags: str) -> N
         write_atomically(Path(target).with_suffix(".html"), page)
 
 
+# ---- The notebook files: which cells are parameters, which are compared, and what a stored notebook keeps ------------
+
 CHECK, PARAMETERS = "nbval-check-output", "parameters"
 KERNEL = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
           "language_info": {"name": "python"}}
 
 
-def read(path: Path) -> nbformat.NotebookNode:
+def read_notebook(path: Path) -> nbformat.NotebookNode:
     return nbformat.read(path, as_version=4)
 
 
@@ -200,16 +202,16 @@ def restore(names: Sequence[str] = ()) -> int:
     """
     from nbclient import NotebookClient
 
-    paths = {path.stem: path for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
-    for name in names or paths:
-        if name not in paths:
-            raise unknown("notebook", name, paths)
-        notebook = read(paths[name])
+    files = {path.stem: path for path in sorted(paths.NOTEBOOKS.glob("*.ipynb"))}
+    for name in names or files:
+        if name not in files:
+            raise unknown("notebook", name, files)
+        notebook = read_notebook(files[name])
         NotebookClient(notebook, timeout=1800, kernel_name="python3",
-                       resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+                       resources={"metadata": {"path": str(paths.NOTEBOOKS)}}).execute()
         store_checked(notebook)
-        nbformat.write(notebook, paths[name])
-        print(paths[name].name)
+        nbformat.write(notebook, files[name])
+        print(files[name].name)
     return 0
 
 

@@ -179,7 +179,7 @@ def serve() -> None:
         with contextlib.suppress(EOFError):
             while True:
                 inbox.put(pickle.load(source))
-        os._exit(0)  # the parent is gone: nobody waits for what is being computed
+        os._exit(0)  # the parent has ended: what is being computed has no use
 
     threading.Thread(target=listen, daemon=True).start()
     while True:

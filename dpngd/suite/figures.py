@@ -1,6 +1,6 @@
-"""The figures of notebooks 01 to 06: Runs -> Figure.
+"""The figures of the notebooks: Runs -> Figure.
 
-A number of the paper stands hollow beside ours only where both mean the same: accuracies where the network is the
+A number of the paper is drawn hollow beside ours only where both mean the same: accuracies where the network is the
 paper's too, differences between two methods where the data set is.
 """
 
@@ -28,10 +28,15 @@ from dpngd.suite.tuning import expected_best
 if TYPE_CHECKING:
     from dpngd.suite.motivation import Valley
 
-P = published()
 Reference = dict | Callable[[Runs], dict]  # what differences are to: fields of runs, or what finds them in a cell
 SHORT = {"cifar10": "CIFAR-10", "svhn": "SVHN", "utkface": "UTKFace", "digits": "digits"}
+PHASES = {"gradients": "#0072B2", "whitening": "#D55E00", "mechanism": "#D55E00",
+          "curvature": "#E69F00", "rest": "#999999"}
+PHASE_NAMES = {"whitening": "norms and maps", "mechanism": "norms, maps, sums, noise"}
+AXES = {"T_cur": "T_cur: steps between estimates", "p": "p: exponent", "T1": "T1: warm-up share"}
 
+
+# ---- What several figures share --------------------------------------------------------------------------------------
 
 def title(runs: Runs, data: str, epsilon: float | None = None) -> str:
     models = ", ".join(runs.where(data=data).values("model"))
@@ -39,65 +44,24 @@ def title(runs: Runs, data: str, epsilon: float | None = None) -> str:
 
 
 def papers_network(runs: Runs, data: str) -> bool:
-    return [P["utility_table"]["models"].get(data, "").lower()] == runs.where(data=data).values("model")
+    return [published()["utility_table"]["models"].get(data, "").lower()] == runs.where(data=data).values("model")
 
 
-def seeds(runs: Runs) -> str:
+def interval_note(runs: Runs) -> str:
     counts = sorted({n for n in (len(runs.where(method=m, data=d, epsilon=e).by_seed()) for m in runs.methods()
                                  for d, e in runs.cells()) if n})
     return f"bars: 95% intervals, n = {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") if counts else \
         "not run"
 
 
-def utility(runs: Runs) -> Figure:
-    """Table 2: accuracies above, the lead over DP-SGD below."""
-    datasets = runs.values("data")
-    figure, axes = plots.new(len(datasets), 2, width=max(5.5, 3.4 * len(datasets)), height=5.4, sharex="col")
-    for j, data in enumerate(datasets):
-        top, bottom = axes[j], axes[len(datasets) + j]
-        here = runs.where(data=data)
-        epsilons, methods = here.values("epsilon"), here.methods()
-        shift = {m: 0.13 * (i - (len(methods) - 1) / 2) for i, m in enumerate(methods)}
-        shown, leads, bars, lead_bars = [], [], [], []
-        for m in methods:
-            for i, epsilon in enumerate(epsilons):
-                cell = here.where(epsilon=epsilon)
-                e = cell.mean(method=m)
-                point(top, i + shift[m], e, m)
-                shown.append(e.mean)
-                bars.append(e)
-                lead = cell.lead({"method": m}, {"method": "dp-sgd"})
-                point(bottom, i + shift[m], lead, m)
-                leads.append(lead.mean)
-                lead_bars.append(lead)
-                paper, base = (paper_accuracy("utility_table", x, data, epsilon) for x in (m, "dp-sgd"))
-                if paper is not None:
-                    hollow(bottom, i + shift[m], paper - base, m)
-                    leads.append(paper - base)
-                    if papers_network(here, data):
-                        hollow(top, i + shift[m], paper, m)
-                        shown.append(paper)
-        settle(top, shown, 0.25, intervals=bars, within=plots.PERCENT)
-        settle(bottom, leads, 0.25, room=2, intervals=lead_bars)
-        bottom.axhline(0, color=plots.INK, lw=0.8)
-        top.set_title(title(here, data), loc="left")
-        bottom.set_xticks(range(len(epsilons)), [f"ε = {e:g}" for e in epsilons])
-    axes[0].set_ylabel("test accuracy, %")
-    axes[len(datasets)].set_ylabel("points above DP-SGD")
-    comparable = set(datasets) & set(P["utility_table"]["mean"])
-    legend(figure, runs.methods(), seeds(runs) + ("; hollow: the paper" if comparable else ""))
-    return figure
-
-
 def legend(figure: Figure, methods: list[str], note: str) -> None:
-    handles = [Line2D([], [], color=colour(m), marker=METHODS[m].marker, lw=0,
-                                             label=label(m)) for m in methods]
+    handles = [Line2D([], [], color=colour(m), marker=METHODS[m].marker, lw=0, label=label(m)) for m in methods]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(5, len(methods)), fontsize=8,
                   title=note, title_fontsize=7.5, frameon=False)
 
 
 def curves(runs: Runs, axis: str, xlabel: str, log: bool = False, peak: bool = False) -> Figure:
-    """Accuracy against one axis, one panel a cell, each point a full run with its own sigma."""
+    """Accuracy against one axis, one panel per cell, each point a full run with its own sigma."""
     cells = runs.cells()
     figure, axes = plots.new(len(cells), width=max(6.2, 5.4 * len(cells)), height=3.5)
     for ax, (data, epsilon) in zip(axes, cells, strict=True):
@@ -125,7 +89,7 @@ def curves(runs: Runs, axis: str, xlabel: str, log: bool = False, peak: bool = F
         ax.set_title(title(here, data, epsilon), loc="left")
         ax.set_xlabel(xlabel)
     axes[0].set_ylabel("test accuracy, %")
-    figure.suptitle(seeds(runs), fontsize=7.5, x=0.99, ha="right")
+    figure.suptitle(interval_note(runs), fontsize=7.5, x=0.99, ha="right")
     return figure
 
 
@@ -145,7 +109,7 @@ def _mark_peak(ax, runs: Runs) -> None:
 
 def dots(runs: Runs, groups: list[tuple[str, dict]], note: str = "", reference: Reference | None = None,
          paper: str | None = None, above: str = "") -> Figure:
-    """Rows of means with intervals, a panel a cell; `reference` draws differences to it instead, `above` names it."""
+    """Rows of means with intervals, a panel per cell; `reference` draws differences to it instead, `above` names it."""
     cells = runs.cells()
     figure, axes = plots.new(len(cells), width=min(13.0, max(6.0, 4.2 * len(cells))), height=1.2 + 0.42 * len(groups),
                              sharey=True)
@@ -173,216 +137,11 @@ def dots(runs: Runs, groups: list[tuple[str, dict]], note: str = "", reference: 
         short = f"{SHORT.get(data, data)}, ε = {epsilon:g}"
         ax.set_title(title(here, data, epsilon) if len(cells) <= 3 else short, loc="left")
         ax.set_xlabel(f"points above {above or label(base['method'])}" if base else "test accuracy, %")
-    figure.suptitle("; ".join(x for x in (seeds(runs), note) if x), fontsize=7.5, x=0.99, ha="right")
+    figure.suptitle("; ".join(x for x in (interval_note(runs), note) if x), fontsize=7.5, x=0.99, ha="right")
     return figure
 
 
-def sources(runs: Runs) -> Figure:
-    """Each method with each public set, in points above DP-SGD."""
-    groups = [(f"{label(m)}, {source}", {"method": m, "public": source})
-              for source in runs.values("public") for m in runs.methods() if m != "dp-sgd"]
-    return dots(runs, groups, reference={"method": "dp-sgd"})
-
-
-def pretraining(runs: Runs) -> Figure:
-    """DP-SGD-PT by public images and pre-training steps."""
-    shapes = dict.fromkeys((c.method, c.public_size, c.pt_steps) for c in runs.configs)
-    return dots(runs, [(f"{size:,} images, {steps:,} steps", {"method": m, "public_size": size, "pt_steps": steps})
-                       for m, size, steps in sorted(shapes)])
-
-
-def networks(runs: Runs) -> Figure:
-    """Each method on each network, with each number of views K, at each rate that was run there."""
-    rows = dict.fromkeys((c.model, c.K, c.method, c.eta) for c in runs.configs)
-    return dots(runs, [(f"{model}, K = {K}: {label(m)}, η = {eta:g}", {"model": model, "K": K, "method": m, "eta": eta})
-                       for model, K, m, eta in sorted(rows, key=lambda r: (r[0], r[1], r[2] == "dp-ngd", r[3]))])
-
-
-def rates(runs: Runs) -> Figure:
-    """Each method at half and at the whole of its tuned rate."""
-    groups = [(f"{label(m)}, η = {eta:g}", {"method": m, "eta": eta})
-              for m in runs.methods() for eta in runs.where(method=m).values("eta")]
-    return dots(runs, groups)
-
-
-def arms(runs: Runs, artifact: str) -> Figure:
-    """An ablation: every arm in points above DP-NGD, the paper's hollow."""
-    groups = [(label(m), {"method": m}) for m in runs.methods() if m != "dp-ngd"]
-    return dots(runs, groups, reference={"method": "dp-ngd"}, paper=artifact,
-                note="hollow: the paper" if artifact in P and P[artifact]["data"] in runs.values("data") else "")
-
-
-def releases(runs: Runs) -> Figure:
-    """Private curvature by how often it is released, in points above DP-SGD-PT."""
-    groups = {}
-    for c in runs.configs:
-        if c.T_cur is not None:
-            count = math.ceil(c.T / c.T_cur)
-            groups[f"{label(c.method)}, {count} release{'s' if count > 1 else ''}"] = {"method": c.method,
-                                                                                       "T_cur": c.T_cur}
-    return dots(runs, list(groups.items()), reference={"method": "dp-sgd-pt"})
-
-
-def arms_at_half_rate(runs: Runs) -> Figure:
-    """What has a rate of its own, in points above DP-NGD at half of what was chosen for it."""
-    shared = {(c.data, c.epsilon) for c in runs.configs if c.method in rivals()}
-    here = Runs([c for c in runs.configs if (c.data, c.epsilon) in shared], runs.found)
-    groups = [(label(m), {"method": m}) for m in here.methods() if m in rivals()]
-    return dots(here, groups, reference=at_half_rate, above="DP-NGD at half its rate")
-
-
-# ---- More figures of the results: the clamping floor (Figure 4), the cost of a step (Table 5), robustness (Table 6).
-
-P = published()
-PHASES = {"gradients": "#0072B2", "whitening": "#D55E00", "mechanism": "#D55E00",
-          "curvature": "#E69F00", "rest": "#999999"}
-AXES = {"T_cur": "T_cur: steps between estimates", "p": "p: exponent", "T1": "T1: warm-up share"}
-PHASE_NAMES = {"whitening": "norms and maps", "mechanism": "norms, maps, sums, noise"}
-
-
-def floors(runs: Runs) -> Figure:
-    """Figure 4: training loss under three floors; beside it the floor and the share of eigenvalues that lie on it."""
-    figure, (left, middle, right) = plots.new(3, width=10, height=3.3)
-    ends, top = [], []
-    for m in runs.methods():
-        records = runs.where(method=m).records
-        if not records:
-            continue
-        name = "dynamic floor" if m == "dp-ngd" else label(m)
-        losses = _rows([[*enumerate(r["train_loss"], 1)] for r in records])
-        for row in losses[1]:
-            left.plot(losses[0], row, color=colour(m), lw=0.5, alpha=0.6)
-        mean = np.nanmean(losses[1], 0)
-        left.plot(losses[0], mean, color=colour(m), lw=1.8)
-        if np.nanmax(losses[1]) < 10 * np.nanmax(losses[1][:, 0]):
-            ends.append((losses[0][-1], mean[-1], name, colour(m)))
-            top.append(np.nanmax(losses[1]))
-        else:
-            left.annotate(f"{name}: up to {np.nanmax(losses[1]):.0e}", (0.98, 0.93), xycoords="axes fraction",
-                          ha="right", color=colour(m), fontsize=8)
-        for ax, key, scale in ((middle, "lambda_t", 1.0), (right, "clamped_share", 100.0)):
-            if m == "dp-ngd-no-floor":
-                break  # it has none
-            steps, values = _rows([[(a["step"], a.get(key)) for a in r["diagnostics"].get("along", [])]
-                                   for r in records])
-            if len(steps) and not np.isnan(values).all():
-                ax.plot(steps, scale * np.nanmean(values, 0), color=colour(m), lw=1.8, marker=".")
-                ax.annotate(name, (steps[len(steps) // 2], scale * np.nanmean(values, 0)[len(steps) // 2]),
-                            xytext=(0, 5), textcoords="offset points", color=colour(m), fontsize=8, ha="center")
-    if top:
-        left.set_ylim(0, 1.25 * max(top))
-    for ax, text in ((left, "training loss"), (middle, "floor λ_t"), (right, "eigenvalues on the floor, %")):
-        ax.set_title(text, loc="left")
-        ax.set_xlabel("step")
-    middle.set_ylim(bottom=0)
-    middle.margins(y=0.2)
-    right.margins(y=0.2)
-    end_labels(left, ends)
-    figure.suptitle(f"thick: mean of the seeds; thin: each of {len(runs.values('seed'))}", fontsize=7.5, x=0.99,
-                    ha="right")
-    return figure
-
-
-def _rows(series: list[list[tuple[int, float | None]]]) -> tuple[list[int], np.ndarray]:
-    """Several runs on one axis of steps: (runs, steps), nan where a run has no value (it may have ended early)."""
-    steps = sorted({step for run in series for step, _ in run})
-    table = np.full((len(series), len(steps)), np.nan)
-    for row, run in zip(table, series, strict=True):
-        for step, value in run:
-            row[steps.index(step)] = np.nan if value is None else value
-    return steps, table
-
-
-def overhead(runs: Runs) -> Figure:
-    """Seconds a step by phase; beside it the paper's, on its own scale."""
-    cells = runs.cells()
-    figure, axes = plots.new(len(cells) + 1, width=4.2 * (len(cells) + 1), height=2.6)
-    used = set()
-    for ax, (data, epsilon) in zip(axes, cells, strict=False):
-        here = runs.where(data=data, epsilon=epsilon)
-        for row, m in enumerate(here.methods()):
-            phases = [step_phases(r) for r in side_by_side(here).where(method=m).records]
-            start = 0.0
-            for phase, ink in PHASES.items():
-                value = 1e3 * float(np.mean([p.get(phase, 0.0) for p in phases])) if phases else 0.0
-                ax.barh(row, value, left=start, color=ink, height=0.6)
-                start += value
-                used |= {phase} if value else set()
-            ax.annotate(f"{start:.0f} ms", (start, row), xytext=(4, 0), textcoords="offset points", va="center",
-                        fontsize=8)
-        ax.set_yticks(range(len(here.methods())), [label(m) for m in here.methods()])
-        ax.set_title(f"ours, a CPU core: {title(here, data)}", fontsize=9, loc="left")
-        ax.set_xlabel("milliseconds a step")
-        ax.margins(x=0.2)
-    rows = [r for r in P["overhead"]["rows"] if r[0] == "cifar10"]
-    for row, (_, _, m, step, *_) in enumerate(rows):
-        axes[-1].barh(row, step, height=0.6, facecolor="none", edgecolor=colour(m), lw=1.4)
-        axes[-1].annotate(f"{step:g} s", (step, row), xytext=(4, 0), textcoords="offset points", va="center",
-                          fontsize=8)
-    axes[-1].set_yticks(range(len(rows)), [label(r[2]) for r in rows])
-    axes[-1].set_title(f"the paper, RTX 3090: {SHORT['cifar10']} (WRN-16-4)", fontsize=9, loc="left")
-    axes[-1].set_xlabel("seconds a step")
-    axes[-1].margins(x=0.2)
-    figure.legend(handles=[Patch(color=PHASES[p], label=PHASE_NAMES.get(p, p)) for p in PHASES if p in used],
-                  loc="outside upper center", ncols=4, fontsize=8, frameon=False)
-    return figure
-
-
-def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
-    """Table 6: the change from the default value, ours filled and the paper's hollow."""
-    figure, axes = plots.new(len(axes_of), width=9.5, height=3.2, sharey=True)
-    shown, bars = [0.0], []
-    for ax, (axis, here) in zip(axes, axes_of.items(), strict=True):
-        default, paper = runs.default(axis), P["robustness"]["axes"][axis]
-        values = sorted({*here.values(axis), *paper["values"]})
-        for i, v in enumerate(values):
-            if v == default:
-                ax.plot([i - 0.12], [0], METHODS["dp-ngd"].marker, color=colour("dp-ngd"), ms=5.5)
-            else:
-                e = here.lead({axis: v}, {axis: default}) if v in here.values(axis) else stats.NOTHING
-                point(ax, i - 0.12, e, "dp-ngd")
-                shown.append(e.mean)
-                bars.append(e)
-            if v in paper["values"]:
-                change = paper["mean"][paper["values"].index(v)] - paper["mean"][paper["values"].index(default)]
-                hollow(ax, i + 0.12, change, "dp-ngd")
-                shown.append(change)
-        ax.axhline(0, color=plots.INK, lw=0.8)
-        ax.axhspan(-1, 1, color=plots.FAINT, alpha=0.4, lw=0)
-        ax.set_xticks(range(len(values)), [f"{v:g}" + ("\ndefault" if v == default else "") for v in values])
-        ax.set_xlim(-0.5, len(values) - 0.5)
-        ax.set_title(AXES[axis], loc="left")
-    settle(axes[0], shown, 0.3, room=3, intervals=bars)
-    axes[0].set_ylabel("points above the default")
-    figure.suptitle(f"{seeds(runs)}; hollow: the paper, UTKFace; grey: ±1 point", fontsize=7.5, x=0.99, ha="right")
-    return figure
-
-
-def trials(runs: Runs) -> Figure:
-    """What a search of k trials is worth: the expected best validation accuracy of k of a method's trials."""
-    runs = round_one(runs)
-    cells = runs.cells()
-    figure, axes = plots.new(len(cells), width=max(6.2, 3.7 * len(cells)), height=3.3)
-    for ax, (data, epsilon) in zip(axes, cells, strict=True):
-        here, ends, shown = runs.where(data=data, epsilon=epsilon), [], []
-        for m in here.methods():
-            found = here.accuracies(method=m)
-            if METHODS[m].arm_of or not found:
-                continue
-            best = [expected_best(found, k) for k in range(1, len(found) + 1)]
-            ax.plot(range(1, len(best) + 1), best, color=colour(m), lw=1.6, marker=METHODS[m].marker, ms=3.5)
-            ends.append((len(best), best[-1], label(m), colour(m)))
-            shown += best
-        settle(ax, shown, 0.08, room=2)
-        end_labels(ax, ends)
-        ax.set_title(title(here, data, epsilon), loc="left")
-        ax.set_xlabel("trials")
-        ax.xaxis.get_major_locator().set_params(integer=True)
-    axes[0].set_ylabel("expected best validation accuracy, %")
-    return figure
-
-
-# ---- The figures of notebook 00: trajectories, Theorem 1, the KL-DP duality, the clamping schedule.
+# ---- Notebook 00: trajectories (Figure 1), Theorem 1, the KL-DP duality, the clamping schedule -----------------------
 
 def trajectories(valley: Valley) -> Figure:
     """Figure 1: the same number of private steps, at the same privacy, in one narrow valley."""
@@ -458,4 +217,252 @@ def schedule(lambda_safe: float, lambda_base: float, T: int, T1: float = 0.1, p:
     ax.set_ylim(0, 1.2 * lambda_safe)
     ax.set_title(f"floor λ_t: T = {T}, T1 = {T1:g}, p = {p:g}", loc="left")
     ax.set_xlabel("step t")
+    return figure
+
+
+# ---- Notebook 01: accuracy (Table 2), and other networks -------------------------------------------------------------
+
+def utility(runs: Runs) -> Figure:
+    """Table 2: accuracies above, the lead over DP-SGD below."""
+    datasets = runs.values("data")
+    figure, axes = plots.new(len(datasets), 2, width=max(5.5, 3.4 * len(datasets)), height=5.4, sharex="col")
+    for j, data in enumerate(datasets):
+        top, bottom = axes[j], axes[len(datasets) + j]
+        here = runs.where(data=data)
+        epsilons, methods = here.values("epsilon"), here.methods()
+        shift = {m: 0.13 * (i - (len(methods) - 1) / 2) for i, m in enumerate(methods)}
+        shown, leads, bars, lead_bars = [], [], [], []
+        for m in methods:
+            for i, epsilon in enumerate(epsilons):
+                cell = here.where(epsilon=epsilon)
+                e = cell.mean(method=m)
+                point(top, i + shift[m], e, m)
+                shown.append(e.mean)
+                bars.append(e)
+                lead = cell.lead({"method": m}, {"method": "dp-sgd"})
+                point(bottom, i + shift[m], lead, m)
+                leads.append(lead.mean)
+                lead_bars.append(lead)
+                paper, base = (paper_accuracy("utility_table", x, data, epsilon) for x in (m, "dp-sgd"))
+                if paper is not None:
+                    hollow(bottom, i + shift[m], paper - base, m)
+                    leads.append(paper - base)
+                    if papers_network(here, data):
+                        hollow(top, i + shift[m], paper, m)
+                        shown.append(paper)
+        settle(top, shown, 0.25, intervals=bars, within=plots.PERCENT)
+        settle(bottom, leads, 0.25, room=2, intervals=lead_bars)
+        bottom.axhline(0, color=plots.INK, lw=0.8)
+        top.set_title(title(here, data), loc="left")
+        bottom.set_xticks(range(len(epsilons)), [f"ε = {e:g}" for e in epsilons])
+    axes[0].set_ylabel("test accuracy, %")
+    axes[len(datasets)].set_ylabel("points above DP-SGD")
+    comparable = set(datasets) & set(published()["utility_table"]["mean"])
+    legend(figure, runs.methods(), interval_note(runs) + ("; hollow: the paper" if comparable else ""))
+    return figure
+
+
+def networks(runs: Runs) -> Figure:
+    """Each method on each network, with each number of views K, at each rate that was run there."""
+    rows = dict.fromkeys((c.model, c.K, c.method, c.eta) for c in runs.configs)
+    return dots(runs, [(f"{model}, K = {K}: {label(m)}, η = {eta:g}", {"model": model, "K": K, "method": m, "eta": eta})
+                       for model, K, m, eta in sorted(rows, key=lambda r: (r[0], r[1], r[2] == "dp-ngd", r[3]))])
+
+
+# ---- Notebook 03: public images (Figure 3 is `curves`, as is Figure 2 of notebook 02) --------------------------------
+
+def sources(runs: Runs) -> Figure:
+    """Each method with each public set, in points above DP-SGD."""
+    groups = [(f"{label(m)}, {source}", {"method": m, "public": source})
+              for source in runs.values("public") for m in runs.methods() if m != "dp-sgd"]
+    return dots(runs, groups, reference={"method": "dp-sgd"})
+
+
+def pretraining(runs: Runs) -> Figure:
+    """DP-SGD-PT by public images and pre-training steps."""
+    shapes = dict.fromkeys((c.method, c.public_size, c.pt_steps) for c in runs.configs)
+    return dots(runs, [(f"{size:,} images, {steps:,} steps", {"method": m, "public_size": size, "pt_steps": steps})
+                       for m, size, steps in sorted(shapes)])
+
+
+# ---- Notebook 04: ablations (Tables 3 and 4, Figure 4) ---------------------------------------------------------------
+
+def arms(runs: Runs, artifact: str) -> Figure:
+    """An ablation: every arm in points above DP-NGD, the paper's hollow."""
+    groups = [(label(m), {"method": m}) for m in runs.methods() if m != "dp-ngd"]
+    beside = published().get(artifact, {}).get("data") in runs.values("data")
+    note = "hollow: the paper" if beside else ""
+    return dots(runs, groups, reference={"method": "dp-ngd"}, paper=artifact, note=note)
+
+
+def arms_at_half_rate(runs: Runs) -> Figure:
+    """What has a rate of its own, in points above DP-NGD at half of what was chosen for it."""
+    shared = {(c.data, c.epsilon) for c in runs.configs if c.method in rivals()}
+    here = Runs([c for c in runs.configs if (c.data, c.epsilon) in shared], runs.found)
+    groups = [(label(m), {"method": m}) for m in here.methods() if m in rivals()]
+    return dots(here, groups, reference=at_half_rate, above="DP-NGD at half its rate")
+
+
+def releases(runs: Runs) -> Figure:
+    """Private curvature by how often it is released, in points above DP-SGD-PT."""
+    groups = {}
+    for c in runs.configs:
+        if c.T_cur is not None:
+            count = math.ceil(c.T / c.T_cur)
+            groups[f"{label(c.method)}, {count} release{'s' if count > 1 else ''}"] = {"method": c.method,
+                                                                                       "T_cur": c.T_cur}
+    return dots(runs, list(groups.items()), reference={"method": "dp-sgd-pt"})
+
+
+def floors(runs: Runs) -> Figure:
+    """Figure 4: training loss under three floors; beside it the floor and the share of eigenvalues that lie on it."""
+    figure, (left, middle, right) = plots.new(3, width=10, height=3.3)
+    ends, top = [], []
+    for m in runs.methods():
+        records = runs.where(method=m).records
+        if not records:
+            continue
+        name = "dynamic floor" if m == "dp-ngd" else label(m)
+        losses = _rows([[*enumerate(r["train_loss"], 1)] for r in records])
+        for row in losses[1]:
+            left.plot(losses[0], row, color=colour(m), lw=0.5, alpha=0.6)
+        mean = np.nanmean(losses[1], 0)
+        left.plot(losses[0], mean, color=colour(m), lw=1.8)
+        if np.nanmax(losses[1]) < 10 * np.nanmax(losses[1][:, 0]):
+            ends.append((losses[0][-1], mean[-1], name, colour(m)))
+            top.append(np.nanmax(losses[1]))
+        else:
+            left.annotate(f"{name}: up to {np.nanmax(losses[1]):.0e}", (0.98, 0.93), xycoords="axes fraction",
+                          ha="right", color=colour(m), fontsize=8)
+        for ax, key, scale in ((middle, "lambda_t", 1.0), (right, "clamped_share", 100.0)):
+            if m == "dp-ngd-no-floor":
+                break  # it has none
+            steps, values = _rows([[(a["step"], a.get(key)) for a in r["diagnostics"].get("along", [])]
+                                   for r in records])
+            if len(steps) and not np.isnan(values).all():
+                ax.plot(steps, scale * np.nanmean(values, 0), color=colour(m), lw=1.8, marker=".")
+                ax.annotate(name, (steps[len(steps) // 2], scale * np.nanmean(values, 0)[len(steps) // 2]),
+                            xytext=(0, 5), textcoords="offset points", color=colour(m), fontsize=8, ha="center")
+    if top:
+        left.set_ylim(0, 1.25 * max(top))
+    for ax, text in ((left, "training loss"), (middle, "floor λ_t"), (right, "eigenvalues on the floor, %")):
+        ax.set_title(text, loc="left")
+        ax.set_xlabel("step")
+    middle.set_ylim(bottom=0)
+    middle.margins(y=0.2)
+    right.margins(y=0.2)
+    end_labels(left, ends)
+    figure.suptitle(f"thick: mean of the seeds; thin: each of {len(runs.values('seed'))}", fontsize=7.5, x=0.99,
+                    ha="right")
+    return figure
+
+
+def _rows(series: list[list[tuple[int, float | None]]]) -> tuple[list[int], np.ndarray]:
+    """Several runs on one axis of steps: (runs, steps), nan where a run has no value (it may have ended early)."""
+    steps = sorted({step for run in series for step, _ in run})
+    table = np.full((len(series), len(steps)), np.nan)
+    for row, run in zip(table, series, strict=True):
+        for step, value in run:
+            row[steps.index(step)] = np.nan if value is None else value
+    return steps, table
+
+
+# ---- Notebook 05: the cost of a step (Table 5) -----------------------------------------------------------------------
+
+def overhead(runs: Runs) -> Figure:
+    """Seconds per step by phase; beside it the paper's, on its own scale."""
+    cells = runs.cells()
+    figure, axes = plots.new(len(cells) + 1, width=4.2 * (len(cells) + 1), height=2.6)
+    used = set()
+    for ax, (data, epsilon) in zip(axes, cells, strict=False):
+        here = runs.where(data=data, epsilon=epsilon)
+        for row, m in enumerate(here.methods()):
+            phases = [step_phases(r) for r in side_by_side(here).where(method=m).records]
+            start = 0.0
+            for phase, ink in PHASES.items():
+                value = 1e3 * float(np.mean([p.get(phase, 0.0) for p in phases])) if phases else 0.0
+                ax.barh(row, value, left=start, color=ink, height=0.6)
+                start += value
+                used |= {phase} if value else set()
+            ax.annotate(f"{start:.0f} ms", (start, row), xytext=(4, 0), textcoords="offset points", va="center",
+                        fontsize=8)
+        ax.set_yticks(range(len(here.methods())), [label(m) for m in here.methods()])
+        ax.set_title(f"ours, a CPU core: {title(here, data)}", fontsize=9, loc="left")
+        ax.set_xlabel("milliseconds per step")
+        ax.margins(x=0.2)
+    rows = [r for r in published()["overhead"]["rows"] if r[0] == "cifar10"]
+    for row, (_, _, m, step, *_) in enumerate(rows):
+        axes[-1].barh(row, step, height=0.6, facecolor="none", edgecolor=colour(m), lw=1.4)
+        axes[-1].annotate(f"{step:g} s", (step, row), xytext=(4, 0), textcoords="offset points", va="center",
+                          fontsize=8)
+    axes[-1].set_yticks(range(len(rows)), [label(r[2]) for r in rows])
+    axes[-1].set_title(f"the paper, RTX 3090: {SHORT['cifar10']} (WRN-16-4)", fontsize=9, loc="left")
+    axes[-1].set_xlabel("seconds per step")
+    axes[-1].margins(x=0.2)
+    figure.legend(handles=[Patch(color=PHASES[p], label=PHASE_NAMES.get(p, p)) for p in PHASES if p in used],
+                  loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+# ---- Notebook 06: robustness (Table 6), rates, the grid search -------------------------------------------------------
+
+def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
+    """Table 6: the change from the default value, ours filled and the paper's hollow."""
+    figure, axes = plots.new(len(axes_of), width=9.5, height=3.2, sharey=True)
+    shown, bars = [0.0], []
+    for ax, (axis, here) in zip(axes, axes_of.items(), strict=True):
+        default, paper = runs.default(axis), published()["robustness"]["axes"][axis]
+        values = sorted({*here.values(axis), *paper["values"]})
+        for i, v in enumerate(values):
+            if v == default:
+                ax.plot([i - 0.12], [0], METHODS["dp-ngd"].marker, color=colour("dp-ngd"), ms=5.5)
+            else:
+                e = here.lead({axis: v}, {axis: default}) if v in here.values(axis) else stats.NOTHING
+                point(ax, i - 0.12, e, "dp-ngd")
+                shown.append(e.mean)
+                bars.append(e)
+            if v in paper["values"]:
+                change = paper["mean"][paper["values"].index(v)] - paper["mean"][paper["values"].index(default)]
+                hollow(ax, i + 0.12, change, "dp-ngd")
+                shown.append(change)
+        ax.axhline(0, color=plots.INK, lw=0.8)
+        ax.axhspan(-1, 1, color=plots.FAINT, alpha=0.4, lw=0)
+        ax.set_xticks(range(len(values)), [f"{v:g}" + ("\ndefault" if v == default else "") for v in values])
+        ax.set_xlim(-0.5, len(values) - 0.5)
+        ax.set_title(AXES[axis], loc="left")
+    settle(axes[0], shown, 0.3, room=3, intervals=bars)
+    axes[0].set_ylabel("points above the default")
+    figure.suptitle(f"{interval_note(runs)}; hollow: the paper, UTKFace; grey: ±1 point", fontsize=7.5, x=0.99,
+                    ha="right")
+    return figure
+
+
+def rates(runs: Runs) -> Figure:
+    """Each method at half and at the whole of its tuned rate."""
+    groups = [(f"{label(m)}, η = {eta:g}", {"method": m, "eta": eta})
+              for m in runs.methods() for eta in runs.where(method=m).values("eta")]
+    return dots(runs, groups)
+
+
+def trials(runs: Runs) -> Figure:
+    """What a search of k trials is worth: the expected best validation accuracy of k of a method's trials."""
+    runs = round_one(runs)
+    cells = runs.cells()
+    figure, axes = plots.new(len(cells), width=max(6.2, 3.7 * len(cells)), height=3.3)
+    for ax, (data, epsilon) in zip(axes, cells, strict=True):
+        here, ends, shown = runs.where(data=data, epsilon=epsilon), [], []
+        for m in here.methods():
+            found = here.accuracies(method=m)
+            if METHODS[m].arm_of or not found:
+                continue
+            best = [expected_best(found, k) for k in range(1, len(found) + 1)]
+            ax.plot(range(1, len(best) + 1), best, color=colour(m), lw=1.6, marker=METHODS[m].marker, ms=3.5)
+            ends.append((len(best), best[-1], label(m), colour(m)))
+            shown += best
+        settle(ax, shown, 0.08, room=2)
+        end_labels(ax, ends)
+        ax.set_title(title(here, data, epsilon), loc="left")
+        ax.set_xlabel("trials")
+        ax.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].set_ylabel("expected best validation accuracy, %")
     return figure

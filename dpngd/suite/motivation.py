@@ -33,9 +33,9 @@ from dpngd.suite import figures
 
 N, PUBLIC, B = 4000, 200, 400
 TURN = math.radians(30)
-ACROSS, ALONG = ((math.cos(TURN), math.sin(TURN)), (-math.sin(TURN), math.cos(TURN)))  # steep and flat axis
+STEEP, FLAT = ((math.cos(TURN), math.sin(TURN)), (-math.sin(TURN), math.cos(TURN)))  # steep and flat axis
 OPTIMUM, START = (0.15, 2.2), (1.0, -2.2)  # in those axes
-_AXES = torch.tensor([ACROSS, ALONG])
+_AXES = torch.tensor([STEEP, FLAT])
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,13 @@ def _minimum(x: np.ndarray, sign: np.ndarray) -> np.ndarray:
     return theta
 
 
-# Sliders for notebook 00. Under nbval they show the figure of their defaults; in batch (`DPNGD_FIGURES` is set) they
-# are left out: nobody moves them, and their output areas make papermill's client send messages back to the kernel while
-# a cell runs; now and then one got lost, and the notebook waited for ever.
+# ---- Sliders for notebook 00 -----------------------------------------------------------------------------------------
+#
+# Under nbval they show the figure of their defaults. In batch (`DPNGD_FIGURES` is set) they are left out: nobody is
+# there to move them, and their output areas make papermill's client send messages back to the kernel while a cell runs;
+# at times one was lost, and the notebook waited for ever.
 
-def show(figure: Figure) -> None:
+def _show(figure: Figure) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=90)
     display(Image(buffer.getvalue()))
@@ -137,8 +139,8 @@ def interact(draw: Callable[..., None], **sliders: ipywidgets.Widget) -> None:
 def valley_sliders() -> None:
     """The valley of the first figure: its shape, the budget, the steps, and DP-NGD's floor."""
     def draw(condition: float, epsilon: float, T: int, rate: float, lambda_safe: float, seed: int) -> None:
-        show(figures.trajectories(valley(condition=condition, epsilon=epsilon, T=T, rate=rate,
-                                                           lambda_safe=lambda_safe, seed=seed)))
+        _show(figures.trajectories(valley(condition=condition, epsilon=epsilon, T=T, rate=rate,
+                                          lambda_safe=lambda_safe, seed=seed)))
 
     interact(draw, condition=_slider(1.0, 200.0, 60.0, 1.0, "condition"),
              epsilon=_slider(0.5, 8.0, 2.0, 0.5, "epsilon"), T=_slider(5, 60, 25, 5, "steps T"),
@@ -149,7 +151,7 @@ def valley_sliders() -> None:
 def schedule_sliders(lambda_safe: float, lambda_base: float, T: int, T1: float, p: float) -> None:
     """The clamping schedule of equation (dynamic_schedule)."""
     def draw(base_share: float, T1: float, p: float) -> None:
-        show(figures.schedule(lambda_safe, lambda_safe * base_share, T, T1, p))
+        _show(figures.schedule(lambda_safe, lambda_safe * base_share, T, T1, p))
 
     interact(draw, base_share=_slider(0.05, 1.0, lambda_base / lambda_safe, 0.05, "base/safe"),
              T1=_slider(0.05, 0.5, T1, 0.05, "T1"), p=_slider(1.5, 20.0, p, 0.5, "p"))

@@ -15,9 +15,8 @@ from typing import Any
 import yaml
 
 from dpngd.errors import UsageError, unknown
-from dpngd.suite.store import ROOT
+from dpngd.suite import paths
 
-PARAMS = ROOT / "params"
 DEPTH = {"defaults": 1, "data": 2, "methods": 2, "artifacts": 2, "tuning": 1, "tuning_networks": 1,
          "cost": 1}  # below, values are whole
 
@@ -35,9 +34,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read(name: str) -> dict[str, Any]:
+def read_params(name: str) -> dict[str, Any]:
     """params/<name>.yaml as plain values."""
-    path = PARAMS / f"{name}.yaml"
+    path = paths.PARAMS / f"{name}.yaml"
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.YAMLError as error:
@@ -51,36 +50,36 @@ def read(name: str) -> dict[str, Any]:
 
 def profile_names() -> list[str]:
     """The profiles there are."""
-    return sorted(path.stem for path in PARAMS.glob("*.yaml") if path.stem != "published")
+    return sorted(path.stem for path in paths.PARAMS.glob("*.yaml") if path.stem != "published")
 
 
 @functools.cache
 def published() -> dict[str, Any]:
     """The paper's own numbers (params/published.yaml)."""
-    return read("published")
+    return read_params("published")
 
 
 def settings(name: str) -> dict[str, Any]:
     """The settings of a profile: paper.yaml under the profile's overrides."""
     if name not in profile_names():
         raise unknown("profile", name, profile_names())
-    paper = read("paper")
-    merged = paper if name == "paper" else merge(paper, read(name), f"{name}.yaml")
-    return {**merged, "tuned": winners(name), "finalists": finalists(name)}
+    paper = read_params("paper")
+    merged = paper if name == "paper" else merge(paper, read_params(name), f"{name}.yaml")
+    return {**merged, "tuned": stored_winners(name), "finalists": stored_finalists(name)}
 
 
-def winners(name: str) -> dict[str, Any]:
+def stored_winners(name: str) -> dict[str, Any]:
     """What the profile's grid search chose, by method and data set; nothing where it was not run."""
     return _written(f"tuned/{name}")
 
 
-def finalists(name: str) -> dict[str, Any]:
+def stored_finalists(name: str) -> dict[str, Any]:
     """The best settings of the search's first round, best first, by method and data set."""
     return _written(f"tuned/{name}-finalists")
 
 
 def _written(name: str) -> dict[str, Any]:
-    return read(name) if (PARAMS / f"{name}.yaml").exists() else {}
+    return read_params(name) if (paths.PARAMS / f"{name}.yaml").exists() else {}
 
 
 def merge(base: Mapping, over: Mapping, file: str, path: tuple[str, ...] = (), depth: int | None = None) -> dict:

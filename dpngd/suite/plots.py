@@ -1,4 +1,4 @@
-"""How every figure looks: one colour a method, error bars with n, the paper's numbers hollow, a stamp.
+"""How every figure looks: one colour per method, error bars with n, the paper's numbers hollow, a stamp.
 
 Colours are Okabe and Ito's, which people with any of the common colour deficiencies can tell apart; markers differ
 too, so a grey print still reads.

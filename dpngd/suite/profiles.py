@@ -29,10 +29,10 @@ from dpngd import clamping
 from dpngd.errors import UsageError, unknown
 from dpngd.methods import METHODS
 from dpngd.suite import params
-from dpngd.suite.params import number, pick, profile_names, published
+from dpngd.suite.params import number, pick, profile_names
 from dpngd.training.config import FIELDS, METHOD_FIELDS, RunConfig, in_interval
 
-__all__ = ["Profile", "load", "profile_names", "published"]
+__all__ = ["Profile", "load", "profile_names"]
 
 _CELL = ("method", "data", "epsilon", "seed")
 _COMMON = tuple(n for n in FIELDS if n not in METHOD_FIELDS and n not in (*_CELL, "eta"))
@@ -287,7 +287,7 @@ class Profile:
         return config.T * pick(self.settings["cost"][order], config.data, config.epsilon, order, config.method)
 
 
-# ---- Grids of a search as params/*.yaml writes them: axes, blocks of axes, and the points that they stand for.
+# ---- Grids of a search as params/*.yaml writes them: axes, blocks of axes, and the points that they stand for --------
 
 Grid = dict[str, list] | list[dict[str, list]]
 """A table of axis: [values], or several such blocks."""

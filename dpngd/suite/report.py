@@ -1,7 +1,7 @@
 """figures/<profile>/index.html and claims.json, from the entries that the notebooks left there.
 
 One page, nothing fetched from elsewhere: pictures and styles are inside it. A picture that an entry names and the
-folder lacks is an error, not a gap. `python -m dpngd.report quick` writes the page again.
+folder lacks is an error, not a gap. `dpngd report quick` writes the page again.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import jinja2
 import yaml
 
 from dpngd.errors import Parser, UsageError, exit_code
-from dpngd.suite import claims, profiles, stats
+from dpngd.files import write_atomically
+from dpngd.suite import claims, paths, profiles, stats
 from dpngd.suite.params import published
-from dpngd.suite.store import ROOT, Store, write_atomically
-from dpngd.suite.study import NOTEBOOKS, commit
-
-TEMPLATES = Path(__file__).parent / "templates"
+from dpngd.suite.store import Store
+from dpngd.suite.study import ARTIFACTS, results_stamp
 
 
 def entries(folder: Path) -> dict[str, dict]:
     """What each notebook left, in the notebooks' order."""
     found = {}
-    for notebook in NOTEBOOKS:
+    for notebook in ARTIFACTS:
         path = folder / f"{notebook}.json"
         if path.exists():
             found[notebook] = json.loads(path.read_text(encoding="utf-8"))
@@ -37,7 +36,7 @@ def entries(folder: Path) -> dict[str, dict]:
 def claim_rows(left: dict[str, dict]) -> list[dict[str, Any]]:
     """Every claim, decided or not run: none is left out because its notebook was."""
     decided = {row["id"]: row for entry in left.values() for row in entry["claims"]}
-    return [decided.get(c.id) or claims.decide(c, {}) for c in claims.CLAIMS]
+    return [decided.get(c.id) or claims.decide(c, {}) for c in claims.all_claims()]
 
 
 def check_files(left: dict[str, dict], folder: Path) -> None:
@@ -48,7 +47,7 @@ def check_files(left: dict[str, dict], folder: Path) -> None:
         raise UsageError(f"{', '.join(missing)} missing from {folder.name}/: run run_all.py again")
 
 
-def write(profile: str, folder: Path) -> Path:
+def write_report(profile: str, folder: Path) -> Path:
     """The page and claims.json of what is in `folder`."""
     left = entries(folder)
     if not left:
@@ -56,7 +55,8 @@ def write(profile: str, folder: Path) -> Path:
     check_files(left, folder)
     rows = claim_rows(left)
     settings = profiles.load(profile)
-    data = {"profile": profile, "about": settings.about, "commit": commit(), "paper": published()["paper"]["title"],
+    data = {"profile": profile, "about": settings.about,
+            "stamp": results_stamp(profile, Store(profile), shown_keys(left)), "paper": published()["paper"]["title"],
             "claims": rows, "compute": compute(left, profile), "rules": (stats.__doc__ or "").split("\n\n")[2]}
     write_atomically(folder / "claims.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
     page = folder / "index.html"
@@ -64,26 +64,31 @@ def write(profile: str, folder: Path) -> Path:
     return page
 
 
+def shown_keys(left: dict[str, dict]) -> set[str]:
+    """The runs behind all of it."""
+    return {key for entry in left.values() for key in entry["compute"]["keys"]}
+
+
 def compute(left: dict[str, dict], profile: str) -> dict[str, Any]:
     """Runs, core hours and hardware; runs that two notebooks share are counted once."""
-    keys = {k for entry in left.values() for k in entry["compute"]["keys"]}
-    records = [r for r in Store(profile).records() if r["key"] in keys]
+    keys, store = shown_keys(left), Store(profile)
+    records = [record for key in sorted(keys) if (record := store.find(key))]
     return {"runs": len(keys), "hours": round(sum(r["seconds"]["total"] for r in records) / 3600, 3),
             "hardware": sorted({h for entry in left.values() for h in entry["compute"]["hardware"]}),
             "largest_run_s": round(max((r["seconds"]["total"] for r in records), default=0.0), 1)}
 
 
 def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: profiles.Profile) -> str:
-    env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True,
+    env = jinja2.Environment(loader=jinja2.FileSystemLoader(paths.TEMPLATES), autoescape=True, trim_blocks=True,
                              lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     papers = [row for row in data["claims"] if not row["question"]]
     return env.get_template("report.html.j2").render(
         **data, left=left, image=lambda name: picture(folder / name),
         counts=tally(papers), total=len(papers),
-        deviations=yaml.safe_load((TEMPLATES / "deviations.yaml").read_text(encoding="utf-8")),
+        deviations=yaml.safe_load((paths.TEMPLATES / "deviations.yaml").read_text(encoding="utf-8")),
         inconsistencies=published()["inconsistencies"], defaults=settings.settings["defaults"], seeds=settings.seeds,
         device=settings.settings["cost"]["device"], heading=heading, css_class=lambda word: word.replace(" ", "-"),
-        answer=claims.answer, seeds_of=claims.seeds)
+        answer=claims.answer, seeds_of=claims.seeds_text)
 
 
 def picture(path: Path) -> str:
@@ -92,7 +97,7 @@ def picture(path: Path) -> str:
 
 def heading(notebook: str) -> str:
     """A notebook's title: the first line of its first cell."""
-    cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((paths.NOTEBOOKS / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
     return html.unescape("".join(cells[0]["source"]).splitlines()[0].lstrip("# "))
 
 
@@ -112,14 +117,15 @@ def markdown(data: dict[str, Any]) -> str:
             "| --- | --- | --- | --- | --- | --- |"]
     for c in data["claims"]:
         who = " (ours to ask)" if c["question"] else ""
-        cells = (c["sentence"] + who, f"{c['paper'] or '-'} ({c['place']})", c["brief"], claims.seeds(c),
+        cells = (c["sentence"] + who, f"{c['paper'] or '-'} ({c['place']})", c["brief"], claims.seeds_text(c),
                  f"**{c['verdict']}**", c["notebook"][:2])
         rows.append("| " + " | ".join("-" if x in (None, "") else str(x).replace("|", "/") for x in cells) + " |")
     return "\n".join(rows)
 
 
-def put_into_readme(profile: str, table: str, path: Path = ROOT / "README.md") -> None:
-    """Replace the profile's table, which stands between two comments."""
+def put_into_readme(profile: str, table: str, path: Path | None = None) -> None:
+    """Replace the profile's table, which lies between two comments of README.md (or of `path`)."""
+    path = path or paths.ROOT / "README.md"
     text, marks = path.read_text(encoding="utf-8"), (f"<!-- claims:{profile} -->\n", "\n<!-- /claims -->")
     before, found, rest = text.partition(marks[0])
     _, end, after = rest.partition(marks[1])
@@ -135,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--readme", action="store_true", help="put its claims table into README.md instead")
     args = parser.parse_args(argv)
     profiles.load(args.profile)
-    folder = ROOT / "figures" / args.profile
+    folder = paths.FIGURES / args.profile
     if args.markdown or args.readme:
         path = folder / "claims.json"
         if not path.exists():
@@ -143,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         table = markdown(json.loads(path.read_text(encoding="utf-8")))
         put_into_readme(args.profile, table) if args.readme else print(table)
     else:
-        print(write(args.profile, folder).relative_to(ROOT))
+        print(write_report(args.profile, folder).relative_to(paths.ROOT))
     return 0
 
 

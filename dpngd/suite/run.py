@@ -20,14 +20,12 @@ import yaml
 
 from dpngd.errors import UsageError, unknown
 from dpngd.methods import plan
-from dpngd.suite import profiles, report, sweep
-from dpngd.suite.execute import Outcome, execute
+from dpngd.suite import paths, profiles, report, sweep
+from dpngd.suite.execute import Execution, execute
 from dpngd.suite.profiles import Profile
-from dpngd.suite.store import ROOT, Store
-from dpngd.suite.study import CHOICES, NOTEBOOKS, PARAMETERS, configs
+from dpngd.suite.store import Store
+from dpngd.suite.study import ARTIFACTS, CHOICES, PARAMETERS, configs
 from dpngd.training.config import RunConfig
-
-FIGURES = ROOT / "figures"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -46,23 +44,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # for tests
     args = p.parse_args(argv)
     args.profile = profiles.load(args.profile)
-    args.only = [notebook_name(name) for name in args.only] if args.only else list(NOTEBOOKS)
+    args.only = [notebook_name(name) for name in args.only] if args.only else list(ARTIFACTS)
     args.params = dict(map(parameter, args.param))
     if args.jobs is None or args.jobs < 1:
         raise UsageError(f"--jobs is {args.jobs}: it must be at least 1")
     if not args.timeout > 0:
         raise UsageError(f"--timeout is {args.timeout:g}: it must be above 0 seconds")
     if args.output is None:
-        args.output = FIGURES / (args.profile.name + ("-custom" if args.params else ""))
+        args.output = paths.FIGURES / (args.profile.name + ("-custom" if args.params else ""))
     return args
 
 
 def notebook_name(name: str) -> str:
     """The notebook of this name, or of this number (01, 1)."""
     stem = name.removesuffix(".ipynb").removeprefix("notebooks/")
-    found = [n for n in NOTEBOOKS if n == stem or (stem.isdigit() and n.startswith(f"{int(stem):02d}_"))]
+    found = [n for n in ARTIFACTS if n == stem or (stem.isdigit() and n.startswith(f"{int(stem):02d}_"))]
     if not found:
-        raise unknown("notebook", name, NOTEBOOKS)
+        raise unknown("notebook", name, ARTIFACTS)
     return found[0]
 
 
@@ -96,13 +94,13 @@ def main(argv: list[str] | None = None) -> int:
     outcomes = run_notebooks(args)
     failures += [f"{o.notebook}: {o.error}" for o in outcomes if o.error]
     try:
-        page = report.write(args.profile.name, args.output)
+        page = report.write_report(args.profile.name, args.output)
     except UsageError as error:
         failures.append(f"report: {error}")
         page = None
-    print(table(outcomes, args.output))
+    print(notebook_table(outcomes, args.output))
     print(f"\n{len(outcomes)} notebooks in {(time.perf_counter() - started) / 60:.1f} minutes"
-          + (f"; report: {shown(page)}" if page else ""))
+          + (f"; report: {relative(page)}" if page else ""))
     for failure in failures:
         print(f"FAILED {failure}", file=sys.stderr)
     return 1 if failures else 0
@@ -136,7 +134,7 @@ def train_missing(wanted: dict[str, dict[str, list[RunConfig]]], store: Store, j
     return []
 
 
-def run_notebooks(args: argparse.Namespace) -> list[Outcome]:
+def run_notebooks(args: argparse.Namespace) -> list[Execution]:
     """Each in its own process, `jobs` at a time. They train nothing: what the sweep left missing failed, or is not to
     be trained."""
     parameters = {"profile": args.profile.name, "train": False, "jobs": 1, **args.params}
@@ -145,8 +143,8 @@ def run_notebooks(args: argparse.Namespace) -> list[Outcome]:
                              args.only))
 
 
-def table(outcomes: list[Outcome], folder: Path) -> str:
-    """Time, peak memory and verdicts a notebook."""
+def notebook_table(outcomes: list[Execution], folder: Path) -> str:
+    """Time, peak memory and verdicts per notebook."""
     lines = [f"{'notebook':32}{'seconds':>9}{'peak MB':>9}{'runs':>6}  verdicts"]
     for o in outcomes:
         entry = {}
@@ -159,11 +157,11 @@ def table(outcomes: list[Outcome], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def shown(path: Path) -> str:
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+def relative(path: Path) -> str:
+    return str(path.relative_to(paths.ROOT)) if path.is_relative_to(paths.ROOT) else str(path)
 
 
-# ---- `run_all.py --list`: what a profile would run, before anything is trained.
+# ---- `run_all.py --list`: what a profile would run, before anything is trained ---------------------------------------
 
 Wanted = dict[str, dict[str, list[RunConfig]]]
 
@@ -193,7 +191,7 @@ def listing(profile: Profile, wanted: Wanted, store: Store) -> str:
     for (data, epsilon, T, method, model, B, _), group in sorted(kinds.items(), key=lambda kv: str(kv[0][:2]) + str(
             kv[0][2]).zfill(9)):
         hours = sum(map(profile.seconds, group)) / 3600
-        q, sigma = noise(group[0])
+        q, sigma = noise_of(group[0])
         lines.append(f"{method:22}{data:10}{model:11}{epsilon:5g}{T:7}{B:6}{q:9.5f}{sigma:>9}{len(group):6}{spell(hours):>10}")
     total = sum(map(profile.seconds, runs.values())) / 3600
     left = sum(profile.seconds(c) for k, c in runs.items() if k not in done) / 3600
@@ -207,7 +205,7 @@ def spell(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
-def noise(config: RunConfig) -> tuple[float, str]:
+def noise_of(config: RunConfig) -> tuple[float, str]:
     """q, and the sigma of the gradients as the run will have it."""
     N = config.N - round(config.N * config.validation)
     q = config.B / N

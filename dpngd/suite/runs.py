@@ -36,7 +36,7 @@ class Runs:
         return Runs(list({c.key(): c for c in (*self.configs, *other.configs)}.values()), {**self.found, **other.found})
 
     def where(self, **fields: Any) -> Runs:
-        """Those whose config has these values; a list stands for any of its values."""
+        """Those whose config has these values; a list means any of its values."""
         def fits(config: RunConfig) -> bool:
             return all(getattr(config, n) in v if isinstance(v, list | tuple) else getattr(config, n) == v
                        for n, v in fields.items())
@@ -99,13 +99,13 @@ class Runs:
         return max(dict.fromkeys(values), key=values.count)
 
 
-NOT_STEPS = ("total", "setup", "evaluation")  # phases that happen once a run, or only to draw its curve
+NOT_STEPS = ("total", "setup", "evaluation")  # phases that happen once per run, or only to draw its curve
 
 
 def step_phases(record: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds a step by phase."""
+    """Seconds per step by phase."""
     return {name: s / max(1, record["steps"]) for name, s in record["seconds"].items() if name not in NOT_STEPS}
 
 
-def seconds_a_step(record: Mapping[str, Any]) -> float:
+def seconds_per_step(record: Mapping[str, Any]) -> float:
     return sum(step_phases(record).values())

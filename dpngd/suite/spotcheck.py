@@ -1,6 +1,6 @@
-"""Do shipped results come out again? Some runs of results/<profile>.jsonl, drawn at random, are trained anew.
+"""Do shipped results come out again? Some runs of results/<profile>.jsonl, drawn at random, are trained again.
 
-    python -m dpngd.spotcheck cpu --runs 5
+    dpngd spotcheck cpu --runs 5
 
 On the machine that made them, a run repeats bit for bit: every loss, norm and accuracy must be the same. On another
 one rounding differs, and with it the accuracy by a little; what must not change there is a verdict, decided once with
@@ -45,11 +45,12 @@ def verdicts(profile: profiles.Profile, records: Mapping[str, dict]) -> dict[str
     for artifact in profile.artifacts:
         configs = profile.configs(artifact)
         sources[artifact] = Runs.of(configs, (records.get(c.key()) for c in configs))
-    return {c.id: claims.decide(c, sources)["verdict"] for c in claims.CLAIMS if c.source != "theory" and not c.timed}
+    return {claim.id: claims.decide(claim, sources)["verdict"] for claim in claims.all_claims()
+            if claim.source != "theory" and not claim.timed}
 
 
 def check(store: Store, runs: int, seed: int, jobs: int) -> bool:
-    """Whether the drawn runs, trained anew, are the same (on the same machine), and leave every verdict as it is."""
+    """Whether the drawn runs, trained again, are the same (on the same machine), and leave every verdict as it is."""
     drawn, profile = draw(store, runs, seed), store.profile
     configs = [RunConfig.from_dict(r["config"]) for r in drawn]
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,13 +1,13 @@
-"""The result store: one record a run, under the key of its config.
+"""The result store: one record per run, under the key of its config.
 
-    results/<profile>.jsonl        shipped records, one a line, read first
+    results/<profile>.jsonl        shipped records, one per line, read first
     .store/<profile>/<key>.json    records computed here (the root is DPNGD_STORE, where that is set)
     .store/<profile>/<key>.lock    held by the process that is computing the run
 
 An entry is the record as plain JSON with a checksum of itself. Entries are written whole or not at all, so
 a process may be killed at any moment; one that was damaged afterwards is named, counts as missing, and is set
 aside as <key>.json.damaged when its run has been computed again. The lock is the kernel's: it is free as soon
-as its process has ended, however it ended; nobody has to guess whether the owner of an old lock still lives.
+as its process has ended, however it ended: an old lock file never has to be judged by its age.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import numbers
 import os
 import re
@@ -29,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from dpngd.errors import UsageError
-from dpngd.training.config import RunConfig
+from dpngd.files import finite_or_none, write_atomically
+from dpngd.suite import paths
+from dpngd.training.config import RECORD_VERSION, RunConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 STATUSES = ("ok", "diverged")
 log = logging.getLogger("dpngd.store")
 
@@ -51,16 +51,19 @@ class Store:
         results: Path | str | None = None,
         read_shipped: bool | None = None,
     ):
-        """`root` and `results` stand for .store/ and results/. With `read_shipped=False`, or DPNGD_REFRESH=1
-        in the environment, shipped records are not read, so that they are computed anew."""
+        """`root` and `results` replace .store/ and results/. With `read_shipped=False`, or DPNGD_REFRESH=1
+        in the environment, shipped records are not read, so that they are computed again."""
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", profile):
             raise UsageError(f"profile {profile!r}: a name of lower-case letters, digits, - and _")
         if read_shipped is None:
             read_shipped = os.environ.get("DPNGD_REFRESH", "") in ("", "0")
         self.profile = profile
         self.read_shipped = read_shipped
-        self.folder = Path(root or os.environ.get("DPNGD_STORE") or ROOT / ".store").absolute() / profile
-        self.shipped_path = Path(results or ROOT / "results").absolute() / f"{profile}.jsonl"
+        self.folder = Path(root or paths.STORE).absolute() / profile
+        for place in (self.folder.parent, self.folder):
+            if place.exists() and not place.is_dir():
+                raise UsageError(f"the store {place} is a file: set DPNGD_STORE to a folder")
+        self.shipped_path = Path(results or paths.RESULTS).absolute() / f"{profile}.jsonl"
         self.damaged: dict[str, str] = {}  # what this process found damaged: place -> reason
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +117,7 @@ class Store:
     def put(self, config: RunConfig, record: Mapping[str, Any]) -> dict:
         """Store a run's record; returns it as it will be read. A damaged entry in its place is set aside."""
         key, canonical = config.key(), config.canonical()
-        record = plain({"config": canonical, "key": key, **record}, "record")
+        record = jsonable({"config": canonical, "key": key, **record}, "record")
         if (record["key"], record["config"]) != (key, canonical):
             raise UsageError(f"the record of {config.label()} carries the config of another run")
         if record.get("status") not in STATUSES:
@@ -124,6 +127,27 @@ class Store:
             os.replace(path, path.with_name(path.name + ".damaged"))
         write_atomically(path, encode(record) + "\n")
         return record
+
+    def find(self, key: str) -> dict | None:
+        """The record under a key, the shipped one first, as `get` has it; None where there is none."""
+        return self.shipped.get(key) or self._local(key)[1]
+
+    def stamp(self, keys: Iterable[str]) -> str:
+        """Which results the records of `keys` are, in words that follow from the records and not from the work tree.
+
+        Shipped records: their file and the first digits of its SHA-256. Others: how many, and the commits that trained
+        them. Then the record version. Two drawings of the same records have the same stamp; without records it is
+        empty."""
+        keys = set(keys)
+        parts = []
+        if keys & self.shipped.keys():
+            digest = hashlib.sha256(self.shipped_path.read_bytes()).hexdigest()[:10]
+            parts.append(f"results/{self.shipped_path.name} {digest}")
+        here = [record for key in keys - self.shipped.keys() if (record := self._local(key)[1])]
+        if here:
+            commits = sorted({record.get("where", {}).get("commit", "unknown") for record in here})
+            parts.append(f"{len(here)} runs trained here at {', '.join(commits)}")
+        return f"{' and '.join(parts)}, record version {RECORD_VERSION}" if parts else ""
 
     def path(self, key: str) -> Path:
         """Where the record of a run computed here lies."""
@@ -161,7 +185,7 @@ class Store:
             yield handle is not None
         finally:
             if handle is not None:
-                # Removed while held, so that whoever has opened it finds out in `_lock` that it is gone.
+                # Removed while held, so that a process that has opened it finds out in `_lock` that it is gone.
                 self._lock_path(key).unlink(missing_ok=True)
                 os.close(handle)
 
@@ -193,6 +217,15 @@ class Store:
             except FileNotFoundError:
                 pass  # its holder removed it between our open and our lock: once more
             os.close(handle)
+
+    def prepare(self) -> None:
+        """Make the folder, or a UsageError where nothing can be written there: before a sweep, not once per run."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except OSError as error:
+            raise UsageError(f"the store {self.folder} cannot be written to ({error.strerror}): set DPNGD_STORE to a "
+                             "folder that can") from None
 
     def tidy(self, older_than: float = 3600.0) -> None:
         """Remove the unfinished temporary files of processes that were killed."""
@@ -228,40 +261,19 @@ def decode(line: str) -> dict:
     return record
 
 
-def plain(value: Any, where: str) -> Any:
+def jsonable(value: Any, where: str) -> Any:
     """A value as JSON can hold it: numpy scalars become numbers, tuples lists, NaN and infinities None."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Mapping):
-        return {str(k): plain(v, f"{where}.{k}") for k, v in value.items()}
+        return {str(k): jsonable(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        return [jsonable(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
-        return float(value) if math.isfinite(value) else None
+        return finite_or_none(float(value))
     raise UsageError(f"{where} is a {type(value).__name__}, which no record can hold")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader, a crash or a power cut sees the old or the new one, no third."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the name itself is data of the folder
-    finally:
-        os.close(folder)
 
 
 def _json(value: Any) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,17 @@ import pandas as pd
 from IPython.display import HTML, Image, Markdown, display
 from matplotlib.figure import Figure
 
-from dpngd.errors import unknown
-from dpngd.suite import claims, plots, profiles, stats, sweep
+from dpngd import __version__
+from dpngd.errors import UsageError, unknown
+from dpngd.files import write_atomically
+from dpngd.methods import METHODS
+from dpngd.suite import claims, paths, plots, profiles, stats, sweep
 from dpngd.suite.rules import Theory
 from dpngd.suite.runs import Runs
-from dpngd.suite.store import ROOT, Store, write_atomically
-from dpngd.training import record
+from dpngd.suite.store import Store
 from dpngd.training.config import RunConfig
 
-NOTEBOOKS: dict[str, tuple[str, ...]] = {
+ARTIFACTS: dict[str, tuple[str, ...]] = {
     "00_geometry": (),
     "01_utility_table": ("utility_table", "networks", "networks_half"),
     "02_convergence_curves": ("convergence", "fraction"),
@@ -43,15 +45,53 @@ NOTEBOOKS: dict[str, tuple[str, ...]] = {
 
 CHOICES = ("methods", "datasets", "epsilons", "seeds")
 PARAMETERS = ("profile", *CHOICES, "train", "jobs")
-BENCH = ROOT / "results" / "bench.json"
 
 
 def configs(notebook: str, profile: profiles.Profile, **choices: Any) -> dict[str, list[RunConfig]]:
     """The runs of a notebook by artifact. Tuning trials are always the profile's: fewer would not be a fair search."""
-    if notebook not in NOTEBOOKS:
-        raise unknown("notebook", notebook, NOTEBOOKS)
-    return {a: profile.configs(a, **({} if a in profiles.SEARCHES else choices)) for a in NOTEBOOKS[notebook]
+    if notebook not in ARTIFACTS:
+        raise unknown("notebook", notebook, ARTIFACTS)
+    return {a: profile.configs(a, **({} if a in profiles.SEARCHES else choices)) for a in ARTIFACTS[notebook]
             if a in profile.artifacts}
+
+
+def results_stamp(profile: str, store: Store, keys: Iterable[str]) -> str:
+    """What a figure or report was drawn from: this package's version, the profile, and its results (`Store.stamp`)."""
+    return ", ".join(part for part in (f"dpngd {__version__}", f"profile {profile}", store.stamp(keys)) if part)
+
+
+def check_parameters(profile: profiles.Profile, choices: Mapping[str, Any], train: Any, jobs: Any) -> None:
+    """A UsageError for parameters that no notebook can mean; all are looked at before any run is asked for."""
+    for name, valid in (("methods", METHODS), ("datasets", profile.settings["data"])):
+        given = choices[name]
+        if given is not None:
+            check_list(name, given, str, "names")
+            for item in given:
+                if item not in valid:
+                    raise UsageError(f"{name}: {unknown(name.removesuffix('s'), item, valid)}")
+    for name, kind, what in (("epsilons", int | float, "numbers"), ("seeds", int, "whole numbers")):
+        if choices[name] is not None:
+            check_list(name, choices[name], kind, what)
+    if not isinstance(train, bool):
+        raise UsageError(f"train = {train!r}: must be True or False")
+    if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
+        raise UsageError(f"jobs = {jobs!r}: must be a whole number from 1, or None for the cores")
+
+
+def check_list(name: str, given: Any, kind: Any, what: str) -> None:
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise UsageError(f"{name} = {given!r}: give a list of {what}, or None for the profile's")
+    for item in given:
+        if isinstance(item, bool) or not isinstance(item, kind):
+            raise UsageError(f"{name} = {given!r}: {item!r} is not one of the {what} that it takes")
+
+
+def default_jobs() -> int:
+    """DPNGD_JOBS where that is set, else the cores."""
+    given = os.environ.get("DPNGD_JOBS") or str(os.cpu_count() or 1)
+    if not given.isdecimal() or int(given) < 1:
+        raise UsageError(f"DPNGD_JOBS is {given!r}: set it to a whole number from 1")
+    return int(given)
 
 
 class Study:
@@ -62,8 +102,9 @@ class Study:
                  seeds: Sequence[int] | None = None, train: bool = True, jobs: int | None = None):
         self.notebook, self.profile, self.train = notebook, profiles.load(profile), train
         self.choices = {"methods": methods, "datasets": datasets, "epsilons": epsilons, "seeds": seeds}
+        check_parameters(self.profile, self.choices, train, jobs)
         self.configs = configs(notebook, self.profile, **self.choices)
-        self.jobs = jobs or int(os.environ.get("DPNGD_JOBS") or os.cpu_count() or 1)
+        self.jobs = jobs or default_jobs()
         self.store = Store(self.profile.name)
         self.runs: dict[str, Runs] = {}
         self.theory: Theory | None = None
@@ -116,7 +157,9 @@ class Study:
         self.shown["figures"].append({"name": name, "caption": caption, "png": f"{name}.png", "svg": f"{name}.svg"})
 
     def stamp(self) -> str:
-        return f"dpngd, profile {self.profile.name}, commit {commit()}"
+        """What is drawn so far comes from these results."""
+        keys = (record["key"] for runs in self.runs.values() for record in runs.records)
+        return results_stamp(self.profile.name, self.store, keys)
 
     def decided(self) -> list[dict[str, Any]]:
         """The rows of this notebook's claims."""
@@ -130,7 +173,7 @@ class Study:
     def verdicts(self) -> None:
         """Paper against ours."""
         rows = [{"claim": r["sentence"], "paper": r["paper"] or "not in the paper", "ours": r["ours"],
-                 "n": claims.seeds(r), "verdict": r["verdict"]} for r in self.decided()]
+                 "n": claims.seeds_text(r), "verdict": r["verdict"]} for r in self.decided()]
         with pd.option_context("display.max_colwidth", None):
             display(HTML(pd.DataFrame(rows).to_html(index=False, border=0)))
 
@@ -157,7 +200,7 @@ class Study:
             entry = {"notebook": self.notebook, "profile": self.profile.name, "claims": self.decided(), **self.shown,
                      "compute": {"runs": len(records), "seconds": round(seconds, 1),
                                  "keys": sorted(r["key"] for r in records),
-                                 "hardware": sorted({hardware(r["where"]) for r in records})}, "commit": commit()}
+                                 "hardware": sorted({hardware(r["where"]) for r in records})}, "stamp": self.stamp()}
             write_atomically(self.out / f"{self.notebook}.json", json.dumps(entry, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -166,13 +209,9 @@ def hardware(where: Mapping[str, Any]) -> str:
     return where.get("cpu", "unknown") if device == "cpu" else device
 
 
-def commit() -> str:
-    return record.commit()
-
-
 def bench_report() -> dict[str, Any] | None:
-    """What `python -m dpngd.bench --json > results/bench.json` left; None where that was not run."""
-    return json.loads(BENCH.read_text(encoding="utf-8")) if BENCH.exists() else None
+    """What `dpngd bench --json > results/bench.json` left; None where that was not run."""
+    return json.loads(paths.BENCH.read_text(encoding="utf-8")) if paths.BENCH.exists() else None
 
 
 def bench_table() -> pd.DataFrame | None:
@@ -180,7 +219,8 @@ def bench_table() -> pd.DataFrame | None:
     report = bench_report()
     if report is None:
         return None
-    return pd.DataFrame([{"network": m, "batch": r["batch"], "contender": c, "seconds a step": round(row["median"], 3),
+    return pd.DataFrame([{"network": m, "batch": r["batch"], "contender": c,
+                          "seconds per step": round(row["median"], 3),
                           "over DP-SGD": round(row["median"] / r["contenders"]["dp-sgd"]["median"], 2)}
                          for m, r in report["models"].items() for c, row in r["contenders"].items()
                          if "dp-sgd" in r["contenders"]])

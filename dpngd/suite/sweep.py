@@ -54,7 +54,7 @@ def ensure(
 ) -> list[dict]:
     """The records of `configs`, in their order, after computing the missing ones.
 
-    `run` is `dpngd.train.run` unless given. With one job the runs are computed in this process, with more in
+    `run` is `dpngd.training.train.run` unless given. With one job the runs are computed in this process, with more in
     workers of one thread each, or else wherever `executor` puts them. Raises SweepError at the very end.
     """
     if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
@@ -88,6 +88,7 @@ def _compute(missing: list[RunConfig], store: Store, run: Run | None, executor: 
         raise UsageError(
             "a run function of a notebook or script cannot be sent to workers: put it in a module"
         )
+    store.prepare()
     store.tidy()
     task, failures = partial(work, run=run, store=store), []
     with tqdm(total=len(missing), desc="runs", unit="run", file=sys.stderr, smoothing=0.1) as bar:

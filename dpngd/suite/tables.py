@@ -1,4 +1,4 @@
-"""Tables behind the figures: one row a point, with mean, interval and n, the paper's number beside it."""
+"""Tables behind the figures: one row per point, with mean, interval and n, the paper's number beside it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import math
 import pandas as pd
 
 from dpngd.methods import METHODS
-from dpngd.suite import tuning as tuned
+from dpngd.suite import tuning
 from dpngd.suite.params import published
 from dpngd.suite.profiles import Profile, place
 from dpngd.suite.rules import Theory, side_by_side, steps_to_peak
-from dpngd.suite.runs import NOT_STEPS, Runs, seconds_a_step, step_phases
+from dpngd.suite.runs import NOT_STEPS, Runs, seconds_per_step, step_phases
 
-P = published()
+Table = tuple[pd.DataFrame, str, str, pd.DataFrame]
+"""What `Study.table` takes: the table that is shown, its name, its caption, all numbers."""
 OWN = ("lambda_safe", "pt_steps", "adadps_e", "C0", "C1")  # parameters that a method has for itself
 
 
+# ---- Accuracy, for every notebook ------------------------------------------------------------------------------------
+
 def paper_accuracy(artifact: str, method: str, data: str, epsilon: float) -> float | None:
     """The paper's accuracy of this cell in this table; None where it has none."""
-    section = P.get(artifact, {})
+    section = published().get(artifact, {})
     mean = section.get("mean", {})
     by_data = mean.get(data, {}) if artifact == "utility_table" else mean if section.get("data") == data else {}
     if method in by_data and epsilon in section["epsilons"]:
@@ -73,103 +76,7 @@ def shown(table: pd.DataFrame, *axes: str) -> pd.DataFrame:
     return out.rename(columns={"epsilon": "ε", "public_size": "public images", "public": "public set"})
 
 
-def overhead(runs: Runs) -> pd.DataFrame:
-    """Seconds a step by phase, mean over the runs of a method in a cell that the others were run beside."""
-    runs, rows = side_by_side(runs), []
-    for method in runs.methods():
-        for data, epsilon in runs.cells():
-            records = runs.where(method=method, data=data, epsilon=epsilon).records
-            if records:
-                phases = [step_phases(r) for r in records]
-                names = sorted({n for p in phases for n in p} - set(NOT_STEPS))
-                rows.append({"method": METHODS[method].label, "name": method, "data": data, "epsilon": epsilon,
-                             "model": records[0]["config"]["model"], "runs": len(records),
-                             "step": sum(map(seconds_a_step, records)) / len(records),
-                             **{n: sum(p.get(n, 0.0) for p in phases) / len(phases) for n in names}})
-    return pd.DataFrame(rows, columns=None if rows else ["method", "name", "data", "epsilon", "model", "runs", "step"])
-
-
-def sigmas(runs: Runs) -> tuple[pd.DataFrame, str, str, pd.DataFrame]:
-    """The noise of every step budget, as the runs recorded it."""
-    rows = {}
-    for config, record in runs.each():
-        p = record["privacy"]
-        rows.setdefault((config.data, config.epsilon, config.T), {
-            "data": config.data, "ε": f"{config.epsilon:g}", "T": config.T, "σ": round(p["sigma"], 3),
-            "spent, PRV": round(p["epsilon_prv"], 3), "spent, RDP": round(p["epsilon_rdp"], 3)})
-    table = pd.DataFrame([rows[k] for k in sorted(rows)], columns=["data", "ε", "T", "σ", "spent, PRV", "spent, RDP"])
-    return table, "sigmas", "Each step budget has its own noise", table
-
-
-def time_to_peak(runs: Runs) -> tuple[pd.DataFrame, str, str, pd.DataFrame]:
-    """Table 5: steps and seconds to DP-SGD-PT's peak, the mean over seeds, ours and the paper's."""
-    rows = []
-    for data, epsilon in runs.cells():
-        here = runs.where(data=data, epsilon=epsilon)
-        budgets = dict(zip(("dp-sgd-pt", "dp-ngd"), steps_to_peak(here, ["dp-sgd-pt"]), strict=True))
-        for method, steps in budgets.items():
-            records = side_by_side(here).where(method=method).records
-            if steps and records:
-                step = sum(map(seconds_a_step, records)) / len(records)
-                mean = sum(steps.values()) / len(steps)
-                rows.append({"where": "ours, CPU core", "data": data, "ε": f"{epsilon:g}",
-                             "method": METHODS[method].label, "seconds a step": round(step, 3),
-                             "steps to the peak": round(mean, 1), "total": f"{mean * step:.1f} s", "n": len(steps)})
-    for data, epsilon, method, step, steps, hours in P["overhead"]["rows"]:
-        rows.append({"where": "paper, RTX 3090", "data": data, "ε": f"{epsilon:g}", "method": METHODS[method].label,
-                     "seconds a step": step, "steps to the peak": steps, "total": f"{hours:g} h", "n": ""})
-    table = pd.DataFrame(rows)
-    return table, "time_to_peak", "Time to DP-SGD-PT's best accuracy (Table 5)", table
-
-
-def tuning(runs: Runs, profile: Profile, name: str = "tuning") -> tuple[pd.DataFrame, str, str, pd.DataFrame]:
-    """Every trial in the CSV; shown is each method's best, its number of trials, and where a wider grid might help."""
-    searched = profile.settings[name]["model"]
-    data = pd.DataFrame([{"method": c.method, "data": c.data, "model": c.model, "epsilon": c.epsilon, "seed": c.seed,
-                          "eta": c.eta, "T": c.T, **{n: getattr(c, n) for n in OWN},
-                          "accuracy": None if r["accuracy"] is None else 100 * r["accuracy"], "status": r["status"],
-                          "evaluated_on": r["evaluated_on"]} for c, r in runs.each()])
-    rows = []
-    for method in runs.methods():
-        for d, epsilon in runs.cells():
-            won = profile.settings["tuned"].get(method, {}).get(place(d, searched))
-            if won is None:
-                continue
-            first = profile.trials(method, d, epsilon, profile.settings[name]["seeds"][0], name)
-            repeats = profile.repeats(method, d, epsilon, name)
-            best = [c for axes, c in first if axes == won] + [c for axes, cs in repeats if axes == won for c in cs]
-            own = {n: getattr(best[0], n) for n in OWN}
-            edges = tuned.edges(profile, method, place(d, searched))
-            rows.append({"method": METHODS[method].label, "data": d, "network": best[0].model, "ε": f"{epsilon:g}",
-                         "trials": len(first), "repeats": sum(len(cs) for _, cs in repeats),
-                         "best η": f"{best[0].eta:g}", "T": best[0].T,
-                         "its own": ", ".join(f"{n}={v:g}" for n, v in own.items() if v is not None) or "none",
-                         "validation accuracy": Runs(best, runs.found).mean().text(1),
-                         "at the edge of its grid": ", ".join(edges) or "no"})
-    return pd.DataFrame(rows), name, "The grid search: the same number of trials for every method", data
-
-
-def finalists(runs: Runs, profile: Profile, name: str = "tuning") -> pd.DataFrame | None:
-    """Each setting that was repeated, seed by seed; None where the profile repeats none."""
-    section, rows = profile.settings[name], []
-    for method in runs.methods():
-        for d, epsilon in runs.cells():
-            first = profile.trials(method, d, epsilon, section["seeds"][0], name)
-            for axes, repeats in profile.repeats(method, d, epsilon, name):
-                here = Runs([c for a, c in first if a == axes] + repeats, runs.found)
-                by_seed = here.by_seed()
-                won = axes == profile.settings["tuned"].get(method, {}).get(place(d, section["model"]))
-                rows.append({"method": METHODS[method].label, "data": d,
-                             "setting": ", ".join(f"{n}={v:g}" for n, v in axes.items()),
-                             **{f"seed {s}": f"{by_seed[s]:.1f}" if s in by_seed else "-" for s in here.values("seed")},
-                             "mean": f"{here.mean().mean:.2f}", "won": "won" if won else ""})
-    return pd.DataFrame(rows) if any(section["repeat"]["seeds"]) and rows else None
-
-
-# ---- The tables of notebook 00: each returns what `Study.table` takes (what is shown, name, caption, all numbers).
-
-Table = tuple[pd.DataFrame, str, str, pd.DataFrame]
-
+# ---- Notebook 00: privacy and the clamping schedule ------------------------------------------------------------------
 
 def privacy(theory: Theory) -> Table:
     """sigma for every cell and method, and what it spends."""
@@ -194,3 +101,102 @@ def schedule_of(profile: Profile) -> dict[str, float]:
     config = next(c for c in profile.configs("utility_table", methods=["dp-ngd"]))
     return {"lambda_safe": config.lambda_safe, "lambda_base": config.lambda_base, "T": config.T, "T1": config.T1,
             "p": config.p}
+
+
+# ---- Notebook 02: the noise of each step budget ----------------------------------------------------------------------
+
+def sigmas(runs: Runs) -> Table:
+    """The noise of every step budget, as the runs recorded it."""
+    rows = {}
+    for config, record in runs.each():
+        p = record["privacy"]
+        rows.setdefault((config.data, config.epsilon, config.T), {
+            "data": config.data, "ε": f"{config.epsilon:g}", "T": config.T, "σ": round(p["sigma"], 3),
+            "spent, PRV": round(p["epsilon_prv"], 3), "spent, RDP": round(p["epsilon_rdp"], 3)})
+    table = pd.DataFrame([rows[k] for k in sorted(rows)], columns=["data", "ε", "T", "σ", "spent, PRV", "spent, RDP"])
+    return table, "sigmas", "Each step budget has its own noise", table
+
+
+# ---- Notebook 05: time (Table 5) -------------------------------------------------------------------------------------
+
+def seconds_by_phase(runs: Runs) -> pd.DataFrame:
+    """Seconds per step by phase, mean over the runs of a method in a cell that the others were run beside."""
+    runs, rows = side_by_side(runs), []
+    for method in runs.methods():
+        for data, epsilon in runs.cells():
+            records = runs.where(method=method, data=data, epsilon=epsilon).records
+            if records:
+                phases = [step_phases(r) for r in records]
+                names = sorted({n for p in phases for n in p} - set(NOT_STEPS))
+                rows.append({"method": METHODS[method].label, "name": method, "data": data, "epsilon": epsilon,
+                             "model": records[0]["config"]["model"], "runs": len(records),
+                             "step": sum(map(seconds_per_step, records)) / len(records),
+                             **{n: sum(p.get(n, 0.0) for p in phases) / len(phases) for n in names}})
+    return pd.DataFrame(rows, columns=None if rows else ["method", "name", "data", "epsilon", "model", "runs", "step"])
+
+
+def time_to_peak(runs: Runs) -> Table:
+    """Table 5: steps and seconds to DP-SGD-PT's peak, the mean over seeds, ours and the paper's."""
+    rows = []
+    for data, epsilon in runs.cells():
+        here = runs.where(data=data, epsilon=epsilon)
+        budgets = dict(zip(("dp-sgd-pt", "dp-ngd"), steps_to_peak(here, ["dp-sgd-pt"]), strict=True))
+        for method, steps in budgets.items():
+            records = side_by_side(here).where(method=method).records
+            if steps and records:
+                step = sum(map(seconds_per_step, records)) / len(records)
+                mean = sum(steps.values()) / len(steps)
+                rows.append({"where": "ours, CPU core", "data": data, "ε": f"{epsilon:g}",
+                             "method": METHODS[method].label, "seconds per step": round(step, 3),
+                             "steps to the peak": round(mean, 1), "total": f"{mean * step:.1f} s", "n": len(steps)})
+    for data, epsilon, method, step, steps, hours in published()["overhead"]["rows"]:
+        rows.append({"where": "paper, RTX 3090", "data": data, "ε": f"{epsilon:g}", "method": METHODS[method].label,
+                     "seconds per step": step, "steps to the peak": steps, "total": f"{hours:g} h", "n": ""})
+    table = pd.DataFrame(rows)
+    return table, "time_to_peak", "Time to DP-SGD-PT's best accuracy (Table 5)", table
+
+
+# ---- Notebook 06: the grid search ------------------------------------------------------------------------------------
+
+def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
+    """Every trial in the CSV; shown is each method's best, its number of trials, and where a wider grid might help."""
+    searched = profile.settings[name]["model"]
+    data = pd.DataFrame([{"method": c.method, "data": c.data, "model": c.model, "epsilon": c.epsilon, "seed": c.seed,
+                          "eta": c.eta, "T": c.T, **{n: getattr(c, n) for n in OWN},
+                          "accuracy": None if r["accuracy"] is None else 100 * r["accuracy"], "status": r["status"],
+                          "evaluated_on": r["evaluated_on"]} for c, r in runs.each()])
+    rows = []
+    for method in runs.methods():
+        for d, epsilon in runs.cells():
+            won = profile.settings["tuned"].get(method, {}).get(place(d, searched))
+            if won is None:
+                continue
+            first = profile.trials(method, d, epsilon, profile.settings[name]["seeds"][0], name)
+            repeats = profile.repeats(method, d, epsilon, name)
+            best = [c for axes, c in first if axes == won] + [c for axes, cs in repeats if axes == won for c in cs]
+            own = {n: getattr(best[0], n) for n in OWN}
+            edges = tuning.edges(profile, method, place(d, searched))
+            rows.append({"method": METHODS[method].label, "data": d, "network": best[0].model, "ε": f"{epsilon:g}",
+                         "trials": len(first), "repeats": sum(len(cs) for _, cs in repeats),
+                         "best η": f"{best[0].eta:g}", "T": best[0].T,
+                         "its own": ", ".join(f"{n}={v:g}" for n, v in own.items() if v is not None) or "none",
+                         "validation accuracy": Runs(best, runs.found).mean().text(1),
+                         "at the edge of its grid": ", ".join(edges) or "no"})
+    return pd.DataFrame(rows), name, "The grid search: the same number of trials for every method", data
+
+
+def finalists(runs: Runs, profile: Profile, name: str = "tuning") -> pd.DataFrame | None:
+    """Each setting that was repeated, seed by seed; None where the profile repeats none."""
+    section, rows = profile.settings[name], []
+    for method in runs.methods():
+        for d, epsilon in runs.cells():
+            first = profile.trials(method, d, epsilon, section["seeds"][0], name)
+            for axes, repeats in profile.repeats(method, d, epsilon, name):
+                here = Runs([c for a, c in first if a == axes] + repeats, runs.found)
+                by_seed = here.by_seed()
+                won = axes == profile.settings["tuned"].get(method, {}).get(place(d, section["model"]))
+                rows.append({"method": METHODS[method].label, "data": d,
+                             "setting": ", ".join(f"{n}={v:g}" for n, v in axes.items()),
+                             **{f"seed {s}": f"{by_seed[s]:.1f}" if s in by_seed else "-" for s in here.values("seed")},
+                             "mean": f"{here.mean().mean:.2f}", "won": "won" if won else ""})
+    return pd.DataFrame(rows) if any(section["repeat"]["seeds"]) and rows else None

@@ -30,7 +30,7 @@ BATCH, PUBLIC, DRAWS, BINS = 64, 200, 40, 12
 C, SIGMA, ETA_SGD, FLOOR = 1.0, 1.0, 2.0, 0.05
 
 
-class Bench:
+class Subject:
     """A network, the gradients of one batch of digits, and K-FAC's curvature from patches of photographs."""
 
     def __init__(self, seed: int):
@@ -70,13 +70,13 @@ def dense(F: LayerCurvature, u: Tensor, power: float, floor: float) -> Tensor:
     return F.Q_G @ (spectrum * (F.Q_G.mT @ u @ F.Q_A)) @ F.Q_A.mT
 
 
-def theorem(bench: Bench, floor: float = FLOOR) -> tuple[Chi, list[tuple[Chi, float, float]]]:
+def theorem_1(subject: Subject, floor: float = FLOOR) -> tuple[Chi, list[tuple[Chi, float, float]]]:
     """Mean and covariance of the released direction against Theorem 1 (eta = 1), in units of the predicted noise."""
-    c = bench.clip(floor)
+    c = subject.clip(floor)
     scale = SIGMA * C / BATCH
-    draws = bench.releases(floor)
+    draws = subject.releases(floor)
     error, squares, eigenvalues = 0.0, [], []
-    for F, g, *blocks in zip(bench.F, bench.samples(), *draws, strict=True):
+    for F, g, *blocks in zip(subject.F, subject.samples(), *draws, strict=True):
         expected = dense(F, torch.einsum("b,broi->roi", c, g), -1.0, floor) / BATCH
         off = torch.stack([b.double() - expected for b in blocks])
         white = F.Q_G.mT @ dense(F, off, 0.5, floor) @ F.Q_A / scale  # standard normal, in eigen-coordinates
@@ -97,39 +97,39 @@ def theorem(bench: Bench, floor: float = FLOOR) -> tuple[Chi, list[tuple[Chi, fl
     return Chi("mean", error / len(z), len(z)), rows
 
 
-def duality(bench: Bench, eta: float = 0.01, floor: float = FLOOR, samples: int = 24) -> list[dict]:
+def duality(subject: Subject, eta: float = 0.01, floor: float = FLOOR, samples: int = 24) -> list[dict]:
     """KL of the step that one clipped sample makes alone: by the quadratic form, and by the network's outputs.
 
     C is the median norm here, so that about half of the samples are clipped."""
-    norms = C / bench.clip(floor, torch.inf)
+    norms = C / subject.clip(floor, torch.inf)
     radius = float(norms.median())
     c, rows = (radius / norms).clamp(max=1.0), []
     with torch.no_grad():
-        before = bench.model(bench.x_public).log_softmax(1)
+        before = subject.model(subject.x_public).log_softmax(1)
     for i in range(samples):
-        step = [-eta * c[i] * dense(F, g[i], -1.0, floor) for F, g in zip(bench.F, bench.samples(), strict=True)]
-        quadratic = 0.5 * sum(float((u * dense(F, u, 1.0, floor)).sum()) for F, u in zip(bench.F, step, strict=True))
-        bench.per_sample.add_([u.float() for u in step], 1.0)
+        step = [-eta * c[i] * dense(F, g[i], -1.0, floor) for F, g in zip(subject.F, subject.samples(), strict=True)]
+        quadratic = 0.5 * sum(float((u * dense(F, u, 1.0, floor)).sum()) for F, u in zip(subject.F, step, strict=True))
+        subject.per_sample.add_([u.float() for u in step], 1.0)
         with torch.no_grad():
-            after = bench.model(bench.x_public).log_softmax(1)
-        bench.per_sample.add_([u.float() for u in step], -1.0)
+            after = subject.model(subject.x_public).log_softmax(1)
+        subject.per_sample.add_([u.float() for u in step], -1.0)
         realised = float((before.exp() * (before - after)).sum(1).mean())
         rows.append({"quadratic": quadratic, "realised": realised, "bound": eta**2 * radius**2 / 2,
                      "clipped": bool(c[i] < 1)})
     return rows
 
 
-def safety(bench: Bench, lambda_safe: float = 0.3) -> list[dict]:
+def safety(subject: Subject, lambda_safe: float = 0.3) -> list[dict]:
     """E||step||^2 at the floor lambda_safe and below it, at the rate that lambda_safe implies."""
     eta = eta_ngd(lambda_safe, C, ETA_SGD, 1.0)
-    bound = ETA_SGD**2 * (1 + bench.d * SIGMA**2 / BATCH**2)
+    bound = ETA_SGD**2 * (1 + subject.d * SIGMA**2 / BATCH**2)
     rows = []
     for share in (1.0, 0.25, 0.05, 0.01):
         squared = [eta**2 * sum(float(b.double().square().sum()) for b in u)
-                   for u in bench.releases(lambda_safe * share, 8)]
+                   for u in subject.releases(lambda_safe * share, 8)]
         rows.append({"floor": lambda_safe * share, "share": share, "squared": sum(squared) / len(squared),
                      "bound": bound, "safe": share == 1.0,
-                     "slack": 5 * math.sqrt(2 / (bench.d * len(squared)))})
+                     "slack": 5 * math.sqrt(2 / (subject.d * len(squared)))})
     return rows
 
 
@@ -153,11 +153,11 @@ def measure(profile: Profile, seeds: tuple[int, ...] = (0, 1), **given) -> Theor
     """Everything that notebook 00 decides."""
     means, spectrum, kl, steps = [], [], [], []
     for seed in seeds:
-        bench = Bench(seed)
-        mean, bins = theorem(bench)
+        subject = Subject(seed)
+        mean, bins = theorem_1(subject)
         means.append(mean)
         spectrum += bins
-        kl += duality(bench)
-        steps += safety(bench)
+        kl += duality(subject)
+        steps += safety(subject)
     line = [(lam, (SIGMA * C / BATCH) ** 2 / lam) for lam in sorted(at for _, at, _ in spectrum)]
     return Theory(means, spectrum, line, kl, steps, privacy_rows(profile, **given))

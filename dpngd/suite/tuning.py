@@ -1,13 +1,13 @@
 """The grid search of a profile: its trials, what won, and the file that every other run takes its rate and steps from.
 
-    python -m dpngd.tuning cpu           # runs the trials that are missing, writes params/tuned/cpu.yaml
-    python -m dpngd.tuning cpu --show    # what won so far, and which winners lie at the edge of their grid
+    dpngd tune cpu           # runs the trials that are missing, writes params/tuned/cpu.yaml
+    dpngd tune cpu --show    # what won so far, and which winners lie at the edge of their grid
 
 The trials are on a validation part of the private training set, with seeds that no other run has: the test set chooses
 nothing. Round one is the grid, with one seed. Its best settings (tuned/<profile>-finalists.yaml) are repeated with
-other seeds, and the one with the highest mean accuracy wins: one seed alone would choose what was lucky, or is stable
-by a hair. Of equals, the smaller rate. First every method of the comparison, each with the same number of trials; then
-the arms of DP-NGD, which start from what won for DP-NGD.
+other seeds, and the one with the highest mean accuracy wins: one seed alone would choose what was lucky, or is barely
+stable. Of equals, the smaller rate. First every method of the comparison, each with the same number of trials; then the
+arms of DP-NGD, which start from what won for DP-NGD.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any
 import yaml
 
 from dpngd.errors import Parser, UsageError, exit_code
+from dpngd.files import write_atomically
 from dpngd.methods import METHODS
-from dpngd.suite import params, profiles, sweep
+from dpngd.suite import params, paths, profiles, sweep
 from dpngd.suite.profiles import blocks, place, points
-from dpngd.suite.store import Store, write_atomically
+from dpngd.suite.store import Store
 
 Chosen = dict[str, dict[str, Any]]
 
@@ -38,13 +39,13 @@ def searched(profile: profiles.Profile) -> Iterator[tuple[str, str, str, float, 
     for search in profiles.SEARCHES:
         section = profile.settings[search]
         if len(section["seeds"]) != 1 or any(len(row) != 1 for row in section["cells"].values()):
-            raise UsageError(f"{profile.name}: {search} takes one epsilon a data set, and one seed")
+            raise UsageError(f"{profile.name}: {search} takes one epsilon per data set, and one seed")
         for method in section["grid"]:
             for data, (epsilon,) in section["cells"].items():
                 yield search, method, data, epsilon, section["seeds"][0]
 
 
-def finalists(profile: profiles.Profile, store: Store) -> Chosen:
+def choose_finalists(profile: profiles.Profile, store: Store) -> Chosen:
     """Method -> data set (or data set/network) -> the best settings of round one, of a grid that is complete."""
     found: Chosen = {}
     for search, method, data, epsilon, seed in searched(profile):
@@ -59,7 +60,7 @@ def finalists(profile: profiles.Profile, store: Store) -> Chosen:
     return found
 
 
-def winners(profile: profiles.Profile, store: Store) -> Chosen:
+def choose_winners(profile: profiles.Profile, store: Store) -> Chosen:
     """Method -> data set (or data set/network) -> of the finalists, the setting with the highest mean accuracy over all
     seeds. One that diverged with some seed does not win; a search with repeats missing has no winner."""
     found: Chosen = {}
@@ -96,14 +97,14 @@ def edges(profile: profiles.Profile, method: str, where: str) -> list[str]:
     return found
 
 
-def write(profile: str, store: Store) -> Chosen:
+def write_chosen(profile: str, store: Store) -> Chosen:
     """Write params/tuned/<profile>-finalists.yaml and <profile>.yaml; nothing where no search is complete."""
-    for choose, name, what in ((finalists, f"{profile}-finalists", "the best trials of round one, best first"),
-                               (winners, profile, "the trials that won")):
+    for choose, name, what in ((choose_finalists, f"{profile}-finalists", "the best trials of round one, best first"),
+                               (choose_winners, profile, "the trials that won")):
         found = choose(profiles.load(profile), store)
-        path = params.PARAMS / "tuned" / f"{name}.yaml"
+        path = paths.PARAMS / "tuned" / f"{name}.yaml"
         if found or path.exists():
-            head = f"# Written by `python -m dpngd.tuning {profile}`: {what}. rate and T are factors.\n"
+            head = f"# Written by `dpngd tune {profile}`: {what}. rate and T are factors.\n"
             write_atomically(path, head + yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=100))
     return found
 
@@ -111,12 +112,12 @@ def write(profile: str, store: Store) -> Chosen:
 def search(profile: str, store: Store, jobs: int = 2) -> Chosen:
     """All trials, round by round: the methods, their finalists, then the arms from what won for their method."""
     while True:
-        before = params.finalists(profile), params.winners(profile)
+        before = params.stored_finalists(profile), params.stored_winners(profile)
         loaded = profiles.load(profile)
         trials = [c for s in profiles.SEARCHES if s in loaded.artifacts for c in loaded.configs(s)]
         sweep.ensure(trials, store=store, jobs=jobs)
-        found = write(profile, store)
-        if (params.finalists(profile), params.winners(profile)) == before:
+        found = write_chosen(profile, store)
+        if (params.stored_finalists(profile), params.stored_winners(profile)) == before:
             return found
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpngd import privacy
 from dpngd.data import Private, Public
+from dpngd.files import finite_or_none
 from dpngd.mechanism import GaussianMechanism, Release
 from dpngd.methods import Built
 from dpngd.privacy import Spend
@@ -100,9 +101,9 @@ class Log:
         norms = release.norms.double()
         levels = norms.new_tensor(QUANTILES)
         self.along.append({
-            "step": self.steps, "clipped": mean(self.clipped[since:]), "weight_norm": finite(self.weights[-1]),
+            "step": self.steps, "clipped": mean(self.clipped[since:]), "weight_norm": finite_or_none(self.weights[-1]),
             "norms": norms.quantile(levels, dim=1).mT.tolist() if norms.shape[1] else None,
-            **{name: finite(value) for name, value in self.method.diagnose().items()}})
+            **{name: finite_or_none(value) for name, value in self.method.diagnose().items()}})
 
     def _weight_norm(self) -> float:
         squares = [torch.linalg.vector_norm(p.detach(), dtype=torch.float64) ** 2 for p in self.model.parameters()]
@@ -112,7 +113,7 @@ class Log:
         accuracy, loss = evaluate(self.model, x, y)
         if not math.isfinite(loss):
             self.diverged()
-        self.evaluations.append({"step": self.steps, "accuracy": accuracy, "loss": finite(loss)})
+        self.evaluations.append({"step": self.steps, "accuracy": accuracy, "loss": finite_or_none(loss)})
 
     def record(self, private: Private, public: Public | None, spends: list[Spend], q: float, clock: Clock) -> Record:
         config = self.config
@@ -121,7 +122,7 @@ class Log:
         return Record(
             key=config.key(), config=config.canonical(), status=self.status, steps=self.steps,
             accuracy=self.evaluations[-1]["accuracy"] if self.status == "ok" else None, evaluations=self.evaluations,
-            train_loss=[finite(x) for x in self.losses], evaluated_on=private.evaluated_on, privacy=spent,
+            train_loss=[finite_or_none(x) for x in self.losses], evaluated_on=private.evaluated_on, privacy=spent,
             diagnostics={
                 "clipped": mean(self.clipped), "nonfinite_samples": self.nonfinite, "norm_levels": list(QUANTILES),
                 "largest_loss": largest(self.losses), "largest_weight_norm": largest(self.weights),
@@ -169,8 +170,3 @@ def mean(values: list[float]) -> float:
 
 def largest(values: list[float]) -> float | None:
     return max((v for v in values if math.isfinite(v)), default=None)
-
-
-def finite(value: float) -> float | None:
-    """JSON has no nan and no infinity."""
-    return value if math.isfinite(value) else None

@@ -4,7 +4,7 @@ from dpngd.methods import METHODS
 from dpngd.suite import claims, profiles
 
 QUICK = profiles.load("quick")
-BY_ID = {c.id: c for c in claims.CLAIMS}
+BY_ID = {c.id: c for c in claims.all_claims()}
 BASE = {"dp-sgd": 60.0, "dp-sgd-pt": 61.0, "gep": 62.0, "adadps": 63.0, "dp-ngd": 66.0}
 SEEDS = [0, 1, 2]
 

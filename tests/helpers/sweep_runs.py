@@ -1,10 +1,11 @@
-"""Runs for test_sweep.py. They are called in worker processes, found by name as dpngd.train.run is."""
+"""Runs for test_sweep.py. They are called in worker processes, found by name as dpngd.training.train.run is."""
 
 import os
 import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from dpngd.errors import UsageError
 from dpngd.training.config import RunConfig
@@ -35,9 +36,21 @@ def slow(config):
     return {"status": "ok", "accuracy": config.seed / 10}
 
 
+def together(config):
+    """Ends only after a second process has started a run too, however long that takes to start."""
+    note(config)
+    deadline = time.monotonic() + 300
+    while len({line.split()[1] for line in Path(os.environ["SWEEP_LOG"]).read_text().splitlines()}
+              - {str(os.getppid())}) < 2:
+        if time.monotonic() > deadline:
+            raise RuntimeError("no second process came")
+        time.sleep(0.02)
+    return {"status": "ok", "accuracy": config.seed / 10}
+
+
 def endless(config):
     note(config)
-    time.sleep(600)
+    time.sleep(3600)
 
 
 def odd_seeds_fail(config):

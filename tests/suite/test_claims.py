@@ -11,17 +11,17 @@ from dpngd.suite.runs import Runs
 
 
 def test_ids_are_unique_and_sources_exist():
-    assert len(BY_ID) == len(claims.CLAIMS)
-    for claim in claims.CLAIMS:
-        assert claim.notebook in study.NOTEBOOKS
+    assert len(BY_ID) == len(claims.all_claims())
+    for claim in claims.all_claims():
+        assert claim.notebook in study.ARTIFACTS
         if claim.source not in claims.MEASURED:
-            assert set(claim.source.split("+")) <= set(study.NOTEBOOKS[claim.notebook])
+            assert set(claim.source.split("+")) <= set(study.ARTIFACTS[claim.notebook])
         assert bool(claim.paper) is not bool(claim.question)
 
 
 def test_every_artifact_of_the_paper_decides_something():
-    used = {name for c in claims.CLAIMS for name in c.source.split("+")}
-    shown = {a for group in study.NOTEBOOKS.values() for a in group}
+    used = {name for c in claims.all_claims() for name in c.source.split("+")}
+    shown = {a for group in study.ARTIFACTS.values() for a in group}
     chooses_only = {"tuning_networks"}  # the rates of `networks`: it shows no more
     assert shown - chooses_only == used - set(claims.MEASURED)
 
@@ -34,7 +34,7 @@ def test_the_papers_leads_are_those_of_its_text():
     assert BY_ID["best-everywhere"].paper == "all 15 cells, by 0.04 to 4.78 points"
 
 
-@pytest.mark.parametrize("name", [c.id for c in claims.CLAIMS])
+@pytest.mark.parametrize("name", [c.id for c in claims.all_claims()])
 def test_without_runs_a_claim_is_not_run(name):
     row = claims.decide(BY_ID[name], {})
     assert (row["verdict"], row["ours"], row["n"]) == ("not run", "not run", 0)
@@ -124,7 +124,7 @@ def test_a_claim_with_runs_missing_is_not_reproduced_yet():
                           != ("gep", 2)})
     row = claims.decide(BY_ID["best-everywhere"], {"utility_table": runs})
     assert row["verdict"] == "direction only"
-    assert claims.seeds(row) == f"3 ({len(runs)} of {len(configs)} runs)"
+    assert claims.seeds_text(row) == f"3 ({len(runs)} of {len(configs)} runs)"
     assert claims.decide(BY_ID["best-everywhere"], {"utility_table": whole})["verdict"] == "reproduced"
 
 
@@ -135,7 +135,7 @@ def test_less_than_half_of_the_runs_decide_nothing():
     row = claims.decide(BY_ID["fewer-steps"], {"convergence": runs})
     assert row["verdict"] == "not run"
     assert row["ours"] != "not run", "what there is is shown"
-    assert claims.seeds(row) == f"3 ({len(configs) // 3} of {len(configs)} runs)"
+    assert claims.seeds_text(row) == f"3 ({len(configs) // 3} of {len(configs)} runs)"
 
 
 @pytest.mark.parametrize("name", ["private-curvature", "public-curvature", "clipping-space", "dynamic-floor",
@@ -182,7 +182,7 @@ def test_time(extra, cost, time):
 
 
 def test_step_cost_is_against_the_papers_multiple():
-    assert claims.STEP_COST["cifar10"] == pytest.approx(38.2 / 14.2)
+    assert claims.paper_step_cost()["cifar10"] == pytest.approx(38.2 / 14.2)
     runs = runs_of(artifact("overhead"), lambda c: 50.0,
                    seconds=lambda c: {"gradients": (2.5 if c.method == "dp-ngd" else 1.0) * c.T})
     assert rules.step_cost({"digits": 2.0})(runs).word == "not reproduced"
@@ -230,7 +230,7 @@ def test_theory_notices_what_is_off():
     off = Theory([Chi("m", 1.2, 20000)] * 2, [(Chi("b", 1.3, 5000), 1.0, 1.0)] * 3, [],
                  [{"quadratic": 1.1, "realised": 0.5, "bound": 1.0, "clipped": True}] * 2,
                  [{"squared": 1.5, "bound": 1.0, "safe": True, "slack": 0.01}] * 2)
-    for claim in (c for c in claims.CLAIMS if c.source == "theory"):
+    for claim in (c for c in claims.all_claims() if c.source == "theory"):
         assert claims.decide(claim, {"theory": good})["verdict"] == "reproduced"
         assert claims.decide(claim, {"theory": off})["verdict"] == "not reproduced"
 

@@ -128,7 +128,7 @@ def test_the_clamped_share_of_a_run():
 
 
 def test_answers_are_sentences():
-    for claim in claims.CLAIMS:
+    for claim in claims.all_claims():
         if claim.question:
             assert claim.question.endswith("?")
             said = claims.answer(claims.decide(claim, {}))

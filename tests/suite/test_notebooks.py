@@ -7,16 +7,14 @@ import nbformat
 import pytest
 
 from dpngd.errors import UsageError
-from dpngd.suite import claims, execute, study
-from dpngd.suite.execute import NOTEBOOKS
-from dpngd.suite.store import ROOT
+from dpngd.suite import claims, execute, paths, study
 
-PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
+PATHS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 FILES = pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
 
 
 def code(path):
-    return [c for c in execute.read(path).cells if c.cell_type == "code"]
+    return [c for c in execute.read_notebook(path).cells if c.cell_type == "code"]
 
 
 def printed(cell):
@@ -24,12 +22,12 @@ def printed(cell):
 
 
 def test_the_suite_and_the_folder_have_the_same_notebooks():
-    assert [p.stem for p in PATHS] == list(study.NOTEBOOKS)
+    assert [p.stem for p in PATHS] == list(study.ARTIFACTS)
 
 
 @FILES
 def test_check_cells_have_a_count_and_an_output(path):
-    checks = execute.tagged(execute.read(path), execute.CHECK)
+    checks = execute.tagged(execute.read_notebook(path), execute.CHECK)
     assert len(checks) == 2, "describe() and check()"
     for cell in checks:
         assert cell.execution_count is not None
@@ -39,7 +37,7 @@ def test_check_cells_have_a_count_and_an_output(path):
 
 @FILES
 def test_the_check_cell_names_every_claim_of_the_notebook(path):
-    last = execute.tagged(execute.read(path), execute.CHECK)[-1]
+    last = execute.tagged(execute.read_notebook(path), execute.CHECK)[-1]
     words = dict(line.split(": ") for line in printed(last).splitlines())
     assert list(words) == [c.id for c in claims.of_notebook(path.stem)]
     assert "not run" not in words.values()
@@ -56,7 +54,7 @@ def test_other_cells_are_stored_empty(path):
 
 @FILES
 def test_parameters_are_the_suites_and_default_to_quick(path):
-    given = execute.parameters(execute.read(path))
+    given = execute.parameters(execute.read_notebook(path))
     assert tuple(given) == study.PARAMETERS
     assert given.pop("profile") == "quick"
     assert given.pop("train") is True
@@ -75,7 +73,7 @@ def test_notebooks_are_thin(path):
 
 @FILES
 def test_the_claim_comes_first_and_provenance_last(path):
-    cells = execute.read(path).cells
+    cells = execute.read_notebook(path).cells
     assert cells[0].cell_type == "markdown"
     assert "Claims" in cells[0].source
     assert "$$" in cells[0].source
@@ -86,11 +84,11 @@ def test_the_claim_comes_first_and_provenance_last(path):
 def test_no_machine_is_named(path):
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"(?<![\w.])/(work|tmp|home|root|usr|var)/", text)
-    assert str(ROOT) not in text
+    assert str(paths.ROOT) not in text
 
 
 def test_a_stripped_check_cell_would_be_seen(tmp_path):
-    notebook = execute.read(PATHS[0])
+    notebook = execute.read_notebook(PATHS[0])
     execute.tagged(notebook, execute.CHECK)[0].execution_count = None
     nbformat.write(notebook, tmp_path / "x.ipynb")
     with pytest.raises(AssertionError):
@@ -98,7 +96,7 @@ def test_a_stripped_check_cell_would_be_seen(tmp_path):
 
 
 def test_storing_keeps_check_outputs_only():
-    notebook = execute.read(PATHS[0])
+    notebook = execute.read_notebook(PATHS[0])
     before = printed(execute.tagged(notebook, execute.CHECK)[0])
     for cell in notebook.cells:
         if cell.cell_type == "code":

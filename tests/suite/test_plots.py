@@ -9,7 +9,7 @@ from suite_records import runs_of
 
 from dpngd.methods import METHODS, baselines
 from dpngd.suite import figures, motivation, plots, profiles, stats, tables
-from dpngd.suite.rules import along
+from dpngd.suite.rules import varying
 
 QUICK, CPU, PAPER = (profiles.load(name) for name in ("quick", "cpu", "paper"))
 
@@ -71,7 +71,7 @@ def test_every_result_figure_draws(tmp_path):
         "open_choices": figures.arms(made(CPU, "open_choices"), "open_choices"),
         "floors": figures.floors(made(QUICK, "ablation_floor")),
         "overhead": figures.overhead(made(QUICK, "overhead")),
-        "robustness": figures.robustness(robustness, {a: along(robustness, a) for a in ("T_cur", "p", "T1")}),
+        "robustness": figures.robustness(robustness, {a: varying(robustness, a) for a in ("T_cur", "p", "T1")}),
     }
     for name, figure in drawn.items():
         plots.stamp(figure, "profile quick, commit abc")
@@ -86,7 +86,7 @@ def test_nothing_run_draws_empty_panels_without_warnings():
     nothing = runs_of(CPU.configs("ablation_floor"), lambda c: {}["none"])
     figures.floors(nothing).canvas.draw()
     robustness = runs_of(CPU.configs("robustness"), lambda c: {}["none"])
-    figures.robustness(robustness, {a: along(robustness, a) for a in ("T_cur", "p", "T1")}).canvas.draw()
+    figures.robustness(robustness, {a: varying(robustness, a) for a in ("T_cur", "p", "T1")}).canvas.draw()
     for name in ("utility_table", "convergence", "sources", "ablation_clipping", "releases", "overhead"):
         runs = runs_of(CPU.configs(name), lambda c: {}["none"])
         figure = {"utility_table": figures.utility, "sources": figures.sources, "overhead": figures.overhead,
@@ -156,7 +156,7 @@ def test_the_motivation_figure_is_computed(valley):
 def test_dp_sgd_zigzags_and_dp_ngd_does_not(valley):
     def turns(path):
         """Share of steps whose component across the valley changes sign."""
-        across = np.diff(path, axis=0) @ np.array(motivation.ACROSS)
+        across = np.diff(path, axis=0) @ np.array(motivation.STEEP)
         return np.mean(np.sign(across[1:]) != np.sign(across[:-1]))
 
     assert turns(valley.paths["dp-sgd"]) > 2 * turns(valley.paths["dp-ngd"])

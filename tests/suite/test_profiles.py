@@ -8,9 +8,9 @@ import pytest
 
 from dpngd.errors import UsageError
 from dpngd.methods import METHODS
-from dpngd.suite import params, profiles
-from dpngd.suite.params import merge, number, pick
-from dpngd.suite.profiles import load, profile_names, published
+from dpngd.suite import paths, profiles
+from dpngd.suite.params import merge, number, pick, profile_names, published
+from dpngd.suite.profiles import load
 
 SHIPPED = ["cpu", "paper", "quick"]
 
@@ -211,8 +211,8 @@ def test_bad_requests(call, message):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    (tmp_path / "paper.yaml").write_text((params.PARAMS / "paper.yaml").read_text())
-    monkeypatch.setattr(params, "PARAMS", tmp_path)
+    (tmp_path / "paper.yaml").write_text((paths.PARAMS / "paper.yaml").read_text())
+    monkeypatch.setattr(paths, "PARAMS", tmp_path)
     return tmp_path
 
 

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from dpngd.suite.profiles import published
-from dpngd.suite.store import ROOT
+from dpngd.suite import paths
+from dpngd.suite.params import published
 
-TEX = ROOT.parent / "shared" / "paper" / "dp-ngd.tex"
+TEX = paths.ROOT.parent / "shared" / "paper" / "dp-ngd.tex"
 ROWS = {"DP-SGD": "dp-sgd", "DP-SGD-PT": "dp-sgd-pt", "GEP": "gep", "AdaDPS": "adadps", "DP-NGD": "dp-ngd"}
 
 

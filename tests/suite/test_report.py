@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 
 from dpngd.errors import UsageError
-from dpngd.suite import claims, report, study
-from dpngd.suite.store import ROOT
+from dpngd.suite import claims, paths, report, study
+from dpngd.suite.store import Store
 
-COMMITTED = ROOT / "figures" / "quick"
+SHIPPED = paths.FIGURES / "cpu"
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def folder(tmp_path):
     for notebook, name in (("01_utility_table", "utility_table"), ("02_convergence_curves", "convergence")):
         rows = [{**claims.decide(c, {}), "verdict": "reproduced", "ours": "+1.00 <b>points</b>", "n": 5}
                 for c in claims.of_notebook(notebook)]
-        entry = {"notebook": notebook, "profile": "quick", "claims": rows, "commit": "abc",
+        entry = {"notebook": notebook, "profile": "quick", "claims": rows, "stamp": "abc",
                  "figures": [{"name": name, "caption": f"Figure {name}", "png": f"{name}.png", "svg": f"{name}.svg"}],
                  "tables": [{"name": name, "caption": f"Table {name}", "columns": ["a"], "rows": [["1"]],
                              "csv": f"{name}.csv"}],
@@ -34,10 +34,10 @@ def folder(tmp_path):
 
 
 def test_every_claim_is_in_the_page_and_in_the_data(folder):
-    page = report.write("quick", folder).read_text(encoding="utf-8")
+    page = report.write_report("quick", folder).read_text(encoding="utf-8")
     data = json.loads((folder / "claims.json").read_text(encoding="utf-8"))
-    assert [c["id"] for c in data["claims"]] == [c.id for c in claims.CLAIMS]
-    assert all(f'id="claim-{c.id}"' in page for c in claims.CLAIMS)
+    assert [c["id"] for c in data["claims"]] == [c.id for c in claims.all_claims()]
+    assert all(f'id="claim-{c.id}"' in page for c in claims.all_claims())
     words = {c["id"]: c["verdict"] for c in data["claims"]}
     assert words["best-everywhere"] == "reproduced"
     assert words["few-images"] == "not run", "its notebook left nothing"
@@ -45,18 +45,18 @@ def test_every_claim_is_in_the_page_and_in_the_data(folder):
 
 
 def test_the_table_begins_with_its_count(folder):
-    report.write("quick", folder)
+    report.write_report("quick", folder)
     data = json.loads((folder / "claims.json").read_text(encoding="utf-8"))
     count, _, *table = report.markdown(data).splitlines()
-    asked = [c for c in claims.CLAIMS if c.question]
-    there = [c.notebook in ("01_utility_table", "02_convergence_curves") for c in claims.CLAIMS if not c.question]
+    asked = [c for c in claims.all_claims() if c.question]
+    there = [c.notebook in ("01_utility_table", "02_convergence_curves") for c in claims.all_claims() if not c.question]
     assert count.startswith(f"The paper's {len(there)} claims: {sum(there)} reproduced, "
                             f"{len(there) - sum(there)} not run. {len(asked)} questions of ours: ")
-    assert len(table) == 2 + len(claims.CLAIMS)
+    assert len(table) == 2 + len(claims.all_claims())
 
 
 def test_the_page_fetches_nothing(folder):
-    page = report.write("quick", folder).read_text(encoding="utf-8")
+    page = report.write_report("quick", folder).read_text(encoding="utf-8")
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
     assert "@import" not in page
     assert "<script" not in page
@@ -66,26 +66,26 @@ def test_the_page_fetches_nothing(folder):
 
 
 def test_it_is_made_for_phones_and_for_the_dark(folder):
-    page = report.write("quick", folder).read_text(encoding="utf-8")
+    page = report.write_report("quick", folder).read_text(encoding="utf-8")
     assert 'name="viewport"' in page
     assert "prefers-color-scheme: dark" in page
     assert "@media (max-width" in page
 
 
 def test_what_a_notebook_says_is_escaped(folder):
-    assert "+1.00 &lt;b&gt;points" in report.write("quick", folder).read_text(encoding="utf-8")
+    assert "+1.00 &lt;b&gt;points" in report.write_report("quick", folder).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["convergence.png", "utility_table.svg", "utility_table.csv"])
 def test_a_deleted_figure_or_table_is_an_error(folder, name):
     (folder / name).unlink()
     with pytest.raises(UsageError, match=re.escape(name)):
-        report.write("quick", folder)
+        report.write_report("quick", folder)
 
 
 def test_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="no notebook's results"):
-        report.write("quick", tmp_path)
+        report.write_report("quick", tmp_path)
 
 
 def test_the_command_takes_a_profile():
@@ -95,19 +95,31 @@ def test_the_command_takes_a_profile():
         report.main(["quik"])
 
 
-def test_the_shipped_quick_figures_are_whole():
-    left = report.entries(COMMITTED)
-    assert list(left) == list(study.NOTEBOOKS)
-    report.check_files(left, COMMITTED)
-    data = json.loads((COMMITTED / "claims.json").read_text(encoding="utf-8"))
-    assert [c["id"] for c in data["claims"]] == [c.id for c in claims.CLAIMS]
+def test_the_shipped_figures_are_whole():
+    left = report.entries(SHIPPED)
+    assert list(left) == list(study.ARTIFACTS)
+    report.check_files(left, SHIPPED)
+    data = json.loads((SHIPPED / "claims.json").read_text(encoding="utf-8"))
+    assert [c["id"] for c in data["claims"]] == [c.id for c in claims.all_claims()]
     assert "not run" not in {c["verdict"] for c in data["claims"]}
-    page = html.unescape((COMMITTED / "index.html").read_text(encoding="utf-8"))
+    page = html.unescape((SHIPPED / "index.html").read_text(encoding="utf-8"))
     assert all(figure["caption"] in page for entry in left.values() for figure in entry["figures"])
 
 
+def test_the_shipped_figures_are_those_of_the_shipped_results(tmp_path):
+    """Stamped with the results, not with the work tree: who changes results/cpu.jsonl draws figures/cpu again."""
+    store, left = Store("cpu", root=tmp_path), report.entries(SHIPPED)
+    data = json.loads((SHIPPED / "claims.json").read_text(encoding="utf-8"))
+    assert data["stamp"] == study.results_stamp("cpu", store, report.shown_keys(left))
+    assert html.escape(data["stamp"]) in (SHIPPED / "index.html").read_text(encoding="utf-8")
+    for notebook, entry in left.items():
+        assert entry["stamp"] == study.results_stamp("cpu", store, entry["compute"]["keys"])
+        for figure in entry["figures"]:
+            assert entry["stamp"] in (SHIPPED / figure["svg"]).read_text(encoding="utf-8"), (notebook, figure["svg"])
+
+
 def test_the_shipped_files_name_no_machine():
-    for path in COMMITTED.iterdir():
+    for path in SHIPPED.iterdir():
         if path.suffix in (".json", ".html", ".csv", ".svg"):
             assert not re.search(r"(?<![\w.])/(work|tmp|home|root)/", path.read_text(encoding="utf-8")), path.name
 

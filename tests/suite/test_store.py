@@ -1,6 +1,7 @@
 """The result store: what is put is got, damage is noticed, exports are stable."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from store_runs import RECORD, config, fresh
 
 from dpngd.errors import UsageError
-from dpngd.suite.store import Damaged, Store, decode, encode, plain
+from dpngd.suite.store import Damaged, Store, decode, encode, jsonable
+from dpngd.suite.sweep import ensure
 
 
 @pytest.fixture
@@ -185,9 +187,26 @@ VALUES = st.recursive(NUMBERS | st.sampled_from(["", "ε", "\u2028"]), lambda v:
 
 @given(st.dictionaries(st.sampled_from("abc"), VALUES))
 def test_lines_come_back_as_they_were(values):
-    record = plain({"key": "k", "config": {}, "status": "ok", **values}, "record")
+    record = jsonable({"key": "k", "config": {}, "status": "ok", **values}, "record")
     line = encode(record)
     assert decode(line) == record
     assert "\n" not in line
     with pytest.raises(Damaged):
         decode(line[:-1])
+
+
+def test_a_store_that_is_a_file_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DPNGD_STORE", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match=r"^the store .*file is a file: set DPNGD_STORE to a folder$"):
+        Store("quick")
+
+
+def test_a_store_that_cannot_be_written_to_is_found_before_the_first_run(tmp_path, monkeypatch):
+    def refuse(self, **options):
+        raise PermissionError(13, "Permission denied")
+
+    store = Store("quick", root=tmp_path / "store", results=tmp_path)
+    monkeypatch.setattr(Path, "mkdir", refuse)  # a superuser may write wherever the mode says otherwise
+    with pytest.raises(UsageError, match=r"^the store .* cannot be written to \(Permission denied\): set DPNGD_STORE"):
+        ensure([config()], store=store, jobs=2, run=lambda c: pytest.fail("trained"))

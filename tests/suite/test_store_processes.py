@@ -11,7 +11,7 @@ import time
 import pytest
 from store_runs import RECORD, config, fresh
 
-from dpngd.suite.store import Store, write_atomically
+from dpngd.suite.store import Store
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ import sys, time
 from dpngd.suite.store import Store
 with Store("quick", root=sys.argv[1]).claim("k") as mine:
     print(mine, flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 
@@ -122,11 +122,11 @@ def test_readers_never_see_half_an_entry_even_when_writers_are_killed(store):
     try:
         for writer in writers:
             writer.stdout.readline()
-        seen = set()
-        deadline = time.monotonic() + 1.5
-        while time.monotonic() < deadline:
+        seen, reads, deadline = set(), 0, time.monotonic() + 300
+        while (len(seen) < 2 or reads < 60) and time.monotonic() < deadline:  # each writer's entry, and many reads
             record = store.get(config())
             if record is not None:
+                reads += 1
                 seen.add(tuple(set(record["numbers"])))
     finally:
         for writer in writers:
@@ -141,24 +141,6 @@ def test_readers_never_see_half_an_entry_even_when_writers_are_killed(store):
     assert list(store.folder.glob(".tmp-*")) == leftovers, "young files may belong to a living process"
     store.tidy(older_than=-1)
     assert not list(store.folder.glob(".tmp-*"))
-
-
-def test_whoever_is_reading_the_old_file_reads_all_of_it(tmp_path):
-    path = tmp_path / "a.json"
-    write_atomically(path, "old")
-    with path.open() as reader:
-        write_atomically(path, "new and longer")
-        assert reader.read() == "old"
-    assert path.read_text() == "new and longer"
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
-    path = tmp_path / "a.json"
-    write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "\ud800")
-    assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["a.json"]
 
 
 def test_a_store_can_be_sent_to_another_process_without_its_records(store):

@@ -21,7 +21,7 @@ from sweep_runs import (
     not_a_record,
     odd_seeds_fail,
     seed_1_is_killed_and_3_exits,
-    slow,
+    together,
 )
 
 from dpngd.errors import UsageError
@@ -75,7 +75,7 @@ def test_methods_take_turns():
 def test_one_job_stays_in_this_process_and_more_are_workers_of_one_thread(store):
     ensure(configs(1), store=store, jobs=1, run=good)
     assert started(store)[0][1] == str(os.getpid())
-    ensure(configs(5), store=store, jobs=2, run=slow)
+    ensure(configs(3)[1:], store=store, jobs=2, run=together)
     workers = started(store)[1:]
     assert len({pid for _, pid, _ in workers}) == 2
     assert str(os.getpid()) not in {pid for _, pid, _ in workers}
@@ -200,7 +200,8 @@ def script(store, run, n, jobs=2):
     return subprocess.Popen([sys.executable, path], stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(condition, seconds=20.0):
+def wait_for(condition, seconds=300.0):
+    """Wait for something that comes at once on a quiet machine; the limit is for one that is slow and busy."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -247,8 +248,17 @@ def test_a_run_that_another_process_drops_is_taken_over(store, monkeypatch):
     monkeypatch.setattr(sweep, "POLL", 0.05)
     claim = store.claim(config(0).key())
     assert claim.__enter__()
-    threading.Timer(0.4, claim.__exit__, (None, None, None)).start()
+
+
+    def drop():
+        """Another process gives the run up, once this one has found it taken and done the other run."""
+        wait_for(lambda: len(started(store)) == 1)
+        claim.__exit__(None, None, None)
+
+    other = threading.Thread(target=drop)
+    other.start()
     records = ensure(configs(2), store=store, jobs=1, run=good)
+    other.join()
     assert [r["accuracy"] for r in records] == [0.0, 0.1]
     assert [line[0] for line in started(store)] == ["1", "0"]
 
@@ -256,7 +266,7 @@ def test_a_run_that_another_process_drops_is_taken_over(store, monkeypatch):
 def test_it_works_in_a_notebook_kernel(store):
     call = "print([r['accuracy'] for r in ensure(runs.configs(3), store=store, jobs=2, run=runs.good)])"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code(store, call))])
-    NotebookClient(notebook, kernel_name="python3", timeout=120).execute()
+    NotebookClient(notebook, kernel_name="python3", timeout=900).execute()
     printed = "".join(o.text for o in notebook.cells[0].outputs if o.get("name") == "stdout")
     assert json.loads(printed) == [0.0, 0.1, 0.2]
     assert len(started(store)) == 3

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from dpngd.errors import UsageError
-from dpngd.suite import params, tables, tuning
+from dpngd.suite import params, paths, tables, tuning
 from dpngd.suite.profiles import load, profile_names
 from dpngd.suite.runs import Runs
 from dpngd.suite.store import Store
@@ -28,9 +28,9 @@ tuning_networks: {repeat: {best: 1, seeds: []}}
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """A profile `mine` of its own folder, and its store."""
-    (tmp_path / "paper.yaml").write_text((params.PARAMS / "paper.yaml").read_text())
+    (tmp_path / "paper.yaml").write_text((paths.PARAMS / "paper.yaml").read_text())
     (tmp_path / "mine.yaml").write_text(GRID)
-    monkeypatch.setattr(params, "PARAMS", tmp_path)
+    monkeypatch.setattr(paths, "PARAMS", tmp_path)
     return Store("mine", root=tmp_path / "store", results=tmp_path / "results")
 
 
@@ -47,7 +47,7 @@ def test_the_best_trial_wins_and_every_other_run_uses_it(mine):
     best = {"dp-sgd": lambda c: c.eta == 4.0 and c.T == 660, "gep": lambda c: c.C0 == 3.0 and c.eta < 1,
             "dp-ngd": lambda c: c.lambda_safe == 0.09 and c.eta == pytest.approx(0.03)}
     fill(mine, lambda c: 0.5 + 0.1 * best[c.method](c))
-    assert tuning.write("mine", mine) == {
+    assert tuning.write_chosen("mine", mine) == {
         "dp-sgd": {"cifar10": {"rate": 2.0, "T": 0.5}},
         "gep": {"cifar10": {"rate": 1.0, "C0": 3.0, "C1": 4.0}},
         "dp-ngd": {"cifar10": {"rate": 0.5, "lambda_safe": 0.09}},
@@ -66,9 +66,9 @@ def test_the_best_trial_wins_and_every_other_run_uses_it(mine):
 
 def test_then_the_arms_find_their_rate(mine):
     fill(mine, lambda c: 0.1 + c.eta / 100)  # the largest rate
-    tuning.write("mine", mine)
+    tuning.write_chosen("mine", mine)
     fill(mine, lambda c: 0.9 - c.eta)  # the smallest
-    assert tuning.write("mine", mine)["dp-ngd-pre"] == {"cifar10": {"rate": 0.5}}
+    assert tuning.write_chosen("mine", mine)["dp-ngd-pre"] == {"cifar10": {"rate": 0.5}}
     profile = load("mine")
     assert profile.tuned("dp-ngd", "cifar10")["rate"] == 2.0
     assert profile.tuned("dp-ngd-pre", "cifar10") == {"rate": 1.0, "lambda_safe": 0.09}
@@ -82,7 +82,7 @@ def test_another_network_is_searched_for_itself(mine):
     assert {c.model for c in other} == {"resnet-20"}
     for config in other:
         mine.put(config, {"accuracy": 0.5 + (config.eta > 15), "status": "ok"})
-    assert tuning.write("mine", mine)["dp-sgd"] == {"cifar10/resnet-20": {"rate": 8.0}}
+    assert tuning.write_chosen("mine", mine)["dp-sgd"] == {"cifar10/resnet-20": {"rate": 8.0}}
     after = load("mine")
     assert after.config("dp-sgd", "cifar10", 2, 0, model="resnet-20").eta == 16.0
     assert after.config("dp-sgd", "cifar10", 2, 0) == before.config("dp-sgd", "cifar10", 2, 0)
@@ -91,7 +91,7 @@ def test_another_network_is_searched_for_itself(mine):
 
 def test_winners_at_the_edge_of_their_grid_are_named(mine, capsys):
     fill(mine, lambda c: 0.9 - abs(c.eta - 2.0) if c.method == "dp-sgd" else 0.1 + c.eta / 100)
-    tuning.write("mine", mine)
+    tuning.write_chosen("mine", mine)
     profile = load("mine")
     assert tuning.edges(profile, "dp-sgd", "cifar10") == [], "rate 1 of 0.5, 1, 2; two values of T have no inside"
     assert tuning.edges(profile, "dp-ngd", "cifar10") == ["rate"]
@@ -102,7 +102,7 @@ def test_winners_at_the_edge_of_their_grid_are_named(mine, capsys):
 
 
 def test_a_grid_of_blocks_searches_one_number_of_steps_more_widely(mine):
-    (params.PARAMS / "mine.yaml").write_text(GRID.replace("dp-sgd: {rate: [0.5, 1.0, 2.0], T: [0.5, 1.0]}", """
+    (paths.PARAMS / "mine.yaml").write_text(GRID.replace("dp-sgd: {rate: [0.5, 1.0, 2.0], T: [0.5, 1.0]}", """
       dp-sgd:
         - {T: [1.0], rate: [0.5, 1.0, 2.0, 4.0]}
         - {T: [0.5, 1.0], rate: [0.5, 2.0]}""".replace("\n      ", "\n    ")))
@@ -111,13 +111,13 @@ def test_a_grid_of_blocks_searches_one_number_of_steps_more_widely(mine):
     for winner, edges in (((1320, 2.0), []), ((1320, 8.0), ["rate"]), ((660, 4.0), [])):  # at 660: only two rates
         for config in load("mine").configs("tuning"):
             mine.put(config, {"accuracy": 0.5 + ((config.T, config.eta) == winner), "status": "ok"})
-        tuning.write("mine", mine)
+        tuning.write_chosen("mine", mine)
         assert tuning.edges(load("mine"), "dp-sgd", "cifar10") == edges
 
 
 @pytest.mark.parametrize("grid", ["[1.0]", "{rate: 1.0}", "[{rate: []}]"])
 def test_a_grid_of_no_axes_is_named(mine, grid):
-    (params.PARAMS / "mine.yaml").write_text(f"tuning: {{grid: {{dp-sgd: {grid}}}}}")
+    (paths.PARAMS / "mine.yaml").write_text(f"tuning: {{grid: {{dp-sgd: {grid}}}}}")
     with pytest.raises(UsageError, match="must be a table of axis"):
         load("mine")
 
@@ -127,39 +127,39 @@ REPEATED = GRID.replace("repeat: {best: 1, seeds: []}\n  arms", "repeat: {best: 
 
 def test_the_best_of_one_seed_must_be_best_with_more(mine):
     """A setting that is ahead with the first seed and collapses with another one does not win."""
-    (params.PARAMS / "mine.yaml").write_text(REPEATED)
+    (paths.PARAMS / "mine.yaml").write_text(REPEATED)
     sgd = {1.0: {77: 0.50, 78: 0.48, 79: 0.49}, 2.0: {77: 0.60, 78: 0.60, 79: 0.10}, 4.0: {77: 0.40}}
 
     def accuracy(c):
         return sgd[c.eta][c.seed] if (c.method, c.T) == ("dp-sgd", 1320) else 0.2 + c.eta / 100
 
     fill(mine, accuracy)
-    assert "dp-sgd" not in tuning.write("mine", mine), "its repeats are missing"
-    assert params.finalists("mine")["dp-sgd"] == {"cifar10": [{"rate": 1.0, "T": 1.0}, {"rate": 0.5, "T": 1.0}]}
+    assert "dp-sgd" not in tuning.write_chosen("mine", mine), "its repeats are missing"
+    assert params.stored_finalists("mine")["dp-sgd"] == {"cifar10": [{"rate": 1.0, "T": 1.0}, {"rate": 0.5, "T": 1.0}]}
     repeats = [c for c in load("mine").configs("tuning") if c.method == "dp-sgd" and c.seed != 77]
     assert sorted((c.eta, c.seed) for c in repeats) == [(1.0, 78), (1.0, 79), (2.0, 78), (2.0, 79)]
     assert all(c.validation == 0.1 for c in repeats)
     fill(mine, accuracy)
-    assert tuning.write("mine", mine)["dp-sgd"] == {"cifar10": {"rate": 0.5, "T": 1.0}}
+    assert tuning.write_chosen("mine", mine)["dp-sgd"] == {"cifar10": {"rate": 0.5, "T": 1.0}}
 
 
 def test_a_setting_that_diverged_with_some_seed_does_not_win(mine):
-    (params.PARAMS / "mine.yaml").write_text(REPEATED)
+    (paths.PARAMS / "mine.yaml").write_text(REPEATED)
     fill(mine, lambda c: 0.5 + c.eta / 100)
-    tuning.write("mine", mine)
-    assert params.finalists("mine")["dp-sgd"]["cifar10"] == [{"rate": 2.0, "T": 0.5}, {"rate": 2.0, "T": 1.0}]
+    tuning.write_chosen("mine", mine)
+    assert params.stored_finalists("mine")["dp-sgd"]["cifar10"] == [{"rate": 2.0, "T": 0.5}, {"rate": 2.0, "T": 1.0}]
     fill(mine, lambda c: None if (c.method, c.T, c.seed) == ("dp-sgd", 660, 79) else 0.3)
-    assert tuning.write("mine", mine)["dp-sgd"]["cifar10"] == {"rate": 2.0, "T": 1.0}
+    assert tuning.write_chosen("mine", mine)["dp-sgd"]["cifar10"] == {"rate": 2.0, "T": 1.0}
 
 
 def test_repeats_have_seeds_of_their_own(mine):
-    (params.PARAMS / "mine.yaml").write_text(REPEATED.replace("[78, 79]", "[2]"))
+    (paths.PARAMS / "mine.yaml").write_text(REPEATED.replace("[78, 79]", "[2]"))
     with pytest.raises(UsageError, match="seed 2 is used for tuning and for results"):
         load("mine")
 
 
 def test_the_search_goes_on_until_nothing_changes(mine, monkeypatch):
-    (params.PARAMS / "mine.yaml").write_text(REPEATED)
+    (paths.PARAMS / "mine.yaml").write_text(REPEATED)
     rounds = []
 
     def ensure(configs, store, jobs):
@@ -172,18 +172,18 @@ def test_the_search_goes_on_until_nothing_changes(mine, monkeypatch):
     assert set(found) == {"dp-sgd", "gep", "dp-ngd", "dp-ngd-pre"}
     new = [after - before for before, after in itertools.pairwise([0, *rounds])]
     assert new == [30, 12, 2, 4, 0], "the methods, their repeats, the arm, its repeats, nothing more"
-    assert tuning.winners(load("mine"), mine) == found
+    assert tuning.choose_winners(load("mine"), mine) == found
 
 
 def test_the_tables_show_trials_repeats_winners_and_edges(mine):
-    (params.PARAMS / "mine.yaml").write_text(REPEATED)
+    (paths.PARAMS / "mine.yaml").write_text(REPEATED)
     for _ in range(2):
         fill(mine, lambda c: 0.5 + c.eta / 1000 + (c.seed == 79) / 100)
-        tuning.write("mine", mine)
+        tuning.write_chosen("mine", mine)
     profile = load("mine")
     configs = profile.configs("tuning")
     runs = Runs.of(configs, map(mine.get, configs))
-    shown, name, _, every = tables.tuning(runs, profile)
+    shown, name, _, every = tables.grid_search(runs, profile)
     assert (name, len(every)) == ("tuning", len(runs))
     sgd = shown.set_index("method").loc["DP-SGD"]
     assert (sgd["trials"], sgd["repeats"], sgd["best η"], sgd["at the edge of its grid"]) == (6, 4, "4", "rate")
@@ -192,31 +192,31 @@ def test_the_tables_show_trials_repeats_winners_and_edges(mine):
     rows = finalists[finalists["method"] == "DP-SGD"]
     assert list(rows["won"]) == ["won", ""]
     assert list(rows["seed 79"]) == ["51.4", "51.4"]
-    (params.PARAMS / "mine.yaml").write_text(GRID)
+    (paths.PARAMS / "mine.yaml").write_text(GRID)
     assert tables.finalists(runs, load("mine")) is None, "nothing is repeated"
 
 
 def test_equals_and_runs_that_ended_badly(mine):
     fill(mine, lambda c: None if c.eta <= 1.0 and c.method == "dp-sgd" else 0.5)
-    found = tuning.write("mine", mine)
+    found = tuning.write_chosen("mine", mine)
     assert found["dp-sgd"]["cifar10"]["rate"] == 1.0, "of equals the smallest rate, diverged runs apart"
 
 
 def test_a_search_with_a_trial_missing_has_no_winner(mine):
-    assert tuning.write("mine", mine) == {}
-    assert not (params.PARAMS / "tuned").exists()
+    assert tuning.write_chosen("mine", mine) == {}
+    assert not (paths.PARAMS / "tuned").exists()
     configs = load("mine").configs("tuning")
     for config in configs[:-1]:
         mine.put(config, {"accuracy": 0.5, "status": "ok"})
-    assert set(tuning.write("mine", mine)) == {c.method for c in configs} - {configs[-1].method}
+    assert set(tuning.write_chosen("mine", mine)) == {c.method for c in configs} - {configs[-1].method}
 
 
 def test_a_mistake_in_the_file_of_winners(mine):
-    (params.PARAMS / "tuned").mkdir()
+    (paths.PARAMS / "tuned").mkdir()
     for text, message in (("dp-sgdd: {svhn: {rate: 1}}", "unknown method 'dp-sgdd'"),
                           ("dp-sgd: {svnh: {rate: 1}}", "unknown data set 'svnh'"),
                           ("dp-sgd: {svhn: {rat: 1}}", "unknown field 'rat'")):
-        (params.PARAMS / "tuned" / "mine.yaml").write_text(text)
+        (paths.PARAMS / "tuned" / "mine.yaml").write_text(text)
         with pytest.raises(UsageError, match=f"^tuned/mine.yaml: {message}"):
             load("mine")
 
@@ -227,8 +227,8 @@ def test_shipped_winners_are_those_of_the_shipped_trials(name):
     store = Store(name)
     if not store.shipped_path.exists():
         pytest.skip(f"{name} ships no results: its trials are run live")
-    assert tuning.finalists(load(name), store) == params.finalists(name)
-    assert tuning.winners(load(name), store) == params.winners(name)
+    assert tuning.choose_finalists(load(name), store) == params.stored_finalists(name)
+    assert tuning.choose_winners(load(name), store) == params.stored_winners(name)
 
 
 def test_the_expected_best_of_k_trials():
