@@ -60,6 +60,9 @@ class Store:
         self.profile = profile
         self.read_shipped = read_shipped
         self.folder = Path(root or os.environ.get("DPNGD_STORE") or ROOT / ".store").absolute() / profile
+        at = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+        if not at.is_dir():
+            raise UsageError(f"the store {self.folder} cannot be used: {at} is not a folder; set DPNGD_STORE to one")
         self.shipped_path = Path(results or ROOT / "results").absolute() / f"{profile}.jsonl"
         self.damaged: dict[str, str] = {}  # what this process found damaged: place -> reason
 
@@ -193,6 +196,16 @@ class Store:
             except FileNotFoundError:
                 pass  # its holder removed it between our open and our lock: once more
             os.close(handle)
+
+    def check_writable(self) -> None:
+        """Raise where no record could be stored, before a run is trained for it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise UsageError(f"the store {self.folder} cannot be written to ({error.strerror}): set DPNGD_STORE to "
+                             "another folder") from None
 
     def tidy(self, older_than: float = 3600.0) -> None:
         """Remove the unfinished temporary files of processes that were killed."""

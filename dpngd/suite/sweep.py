@@ -88,6 +88,7 @@ def _compute(missing: list[RunConfig], store: Store, run: Run | None, executor: 
         raise UsageError(
             "a run function of a notebook or script cannot be sent to workers: put it in a module"
         )
+    store.check_writable()
     store.tidy()
     task, failures = partial(work, run=run, store=store), []
     with tqdm(total=len(missing), desc="runs", unit="run", file=sys.stderr, smoothing=0.1) as bar:

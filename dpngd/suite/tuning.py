@@ -1,7 +1,7 @@
 """The grid search of a profile: its trials, what won, and the file that every other run takes its rate and steps from.
 
-    python -m dpngd.tuning cpu           # runs the trials that are missing, writes params/tuned/cpu.yaml
-    python -m dpngd.tuning cpu --show    # what won so far, and which winners lie at the edge of their grid
+    dpngd tune cpu           # runs the trials that are missing, writes params/tuned/cpu.yaml
+    dpngd tune cpu --show    # what won so far, and which winners lie at the edge of their grid
 
 The trials are on a validation part of the private training set, with seeds that no other run has: the test set chooses
 nothing. Round one is the grid, with one seed. Its best settings (tuned/<profile>-finalists.yaml) are repeated with
@@ -12,13 +12,14 @@ the arms of DP-NGD, which start from what won for DP-NGD.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
 
-from dpngd.errors import Parser, UsageError, exit_code
+from dpngd.errors import UsageError
 from dpngd.methods import METHODS
 from dpngd.suite import params, profiles, sweep
 from dpngd.suite.profiles import blocks, place, points
@@ -38,7 +39,7 @@ def searched(profile: profiles.Profile) -> Iterator[tuple[str, str, str, float, 
     for search in profiles.SEARCHES:
         section = profile.settings[search]
         if len(section["seeds"]) != 1 or any(len(row) != 1 for row in section["cells"].values()):
-            raise UsageError(f"{profile.name}: {search} takes one epsilon a data set, and one seed")
+            raise UsageError(f"{profile.name}: {search} takes one epsilon per data set, and one seed")
         for method in section["grid"]:
             for data, (epsilon,) in section["cells"].items():
                 yield search, method, data, epsilon, section["seeds"][0]
@@ -103,7 +104,7 @@ def write(profile: str, store: Store) -> Chosen:
         found = choose(profiles.load(profile), store)
         path = params.PARAMS / "tuned" / f"{name}.yaml"
         if found or path.exists():
-            head = f"# Written by `python -m dpngd.tuning {profile}`: {what}. rate and T are factors.\n"
+            head = f"# Written by `dpngd tune {profile}`: {what}. rate and T are factors.\n"
             write_atomically(path, head + yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=100))
     return found
 
@@ -120,12 +121,8 @@ def search(profile: str, store: Store, jobs: int = 2) -> Chosen:
             return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    p = Parser(prog="python -m dpngd.tuning", description="The grid search of a profile.", allow_abbrev=False)
-    p.add_argument("profile", help=f"one of {', '.join(profiles.profile_names())}")
-    p.add_argument("--jobs", type=int, default=2, help="runs at once (default 2)")
-    p.add_argument("--show", action="store_true", help="run and write nothing, show what won so far")
-    args = p.parse_args(argv)
+def main(args: argparse.Namespace) -> int:
+    """Search, unless only `--show` is asked for, and print what won."""
     if not args.show:
         search(args.profile, Store(args.profile), args.jobs)
     profile = profiles.load(args.profile)
@@ -134,7 +131,3 @@ def main(argv: list[str] | None = None) -> int:
             edge = f"; at the edge of its grid: {', '.join(found)}" if (found := edges(profile, method, where)) else ""
             print(f"{METHODS[method].label:18} {where:16} " + " ".join(f"{n}={v:g}" for n, v in axes.items()) + edge)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(exit_code(main))
