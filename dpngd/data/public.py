@@ -132,11 +132,8 @@ def _part(name: str, n: int, seed: int, shape: tuple[int, int, int], root: str |
         return Public(name, x, None, None, "own images, npz", _digest(x), tuple(f"{name}[{i}]" for i in at))
     if name not in POOLS:
         raise unknown("public data set", name, [*PUBLIC, "npz:PATH", "folder:PATH"])
-    try:
-        prepared = obtain(name, root, download=download)
-    except UsageError as error:
-        raise UsageError(f"{error}; or take public images that need no download: --public photos, noise or dead-leaves"
-                         ) from None
+    prepared = obtain(name, root, download=download,
+                      instead="take --public photos, noise or dead-leaves, which need no download, or ")
     last = {i for i, image in enumerate(prepared.arrays["x"]) if _hash(image).hex() in TWINS}
     at = _draw(len(prepared.arrays["x"]), n, name, generator, last)
     x = fit(to_nchw(prepared.arrays["x"][at]), shape)

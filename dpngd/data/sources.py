@@ -96,8 +96,11 @@ def writable(places: list[Path]) -> Path | None:
     return None
 
 
-def obtain(name: str, root: str | Path | None = None, *, download: bool = True) -> Prepared:
-    """The data set from the first place that has it, prepared on the way; or one error that lists what was tried."""
+def obtain(name: str, root: str | Path | None = None, *, download: bool = True, instead: str = "") -> Prepared:
+    """The data set from the first place that has it, prepared on the way; or one error that lists what was tried.
+
+    `instead` is what the error proposes first.
+    """
     if name not in SOURCES:
         raise unknown("data set", name, SOURCES)
     source, places, tried = SOURCES[name], folders(root), []
@@ -125,7 +128,7 @@ def obtain(name: str, root: str | Path | None = None, *, download: bool = True) 
             except (UsageError, OSError, HTTPException) as error:
                 tried.append(f"{title}: {first_line(error)}")
     ask = f"download it with `dpngd data fetch {name}`, or " if source.downloads and not download else ""
-    raise UsageError(f"{name} was not found; {ask}{_where_to_put(source, places)}; tried: {'; '.join(tried)}")
+    raise UsageError(f"{name} was not found; {instead}{ask}{_where_to_put(source, places)}; tried: {'; '.join(tried)}")
 
 
 def _where_to_put(source: Source, places: list[Path]) -> str:

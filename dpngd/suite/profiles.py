@@ -204,7 +204,7 @@ class Profile:
         derived = {n: d for n, d in derived.items() if n not in changes and n in (*wanted, "eta")}
         values |= {n: value for n, (value, _) in derived.items()}
         origins |= {n: origin for n, (_, origin) in derived.items()} | dict.fromkeys(own, (TUNED,))
-        origins |= dict.fromkeys((*cell, *changes), (GIVEN,))
+        origins |= dict.fromkeys(DIGESTS, ("content of the files",)) | dict.fromkeys((*cell, *changes), (GIVEN,))
         if "evals" not in changes and values["evals"] > values["T"]:
             values["evals"], origins["evals"] = values["T"], (*origins["evals"], "at most T")
         return RunConfig.from_dict({**values, **cell}), origins

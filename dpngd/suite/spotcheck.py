@@ -36,7 +36,7 @@ def draw(store: Store, runs: int, seed: int) -> list[dict]:
     here = [key for key in sorted(shipped) if not needs(shipped[key]["config"]) & set(missing)]
     if not here:
         raise UsageError(f"none of the {len(shipped)} shipped runs can be trained here: {', '.join(missing)} not "
-                         f"found; get them with `dpngd data fetch {' '.join(missing)}`, or set DPNGD_DATA")
+                         f"found; `dpngd data fetch NAME` gets one or says how; or set DPNGD_DATA")
     if not 1 <= runs <= len(here):
         left_out = f" (others need {', '.join(missing)}, not found)" if missing else ""
         raise UsageError(f"--runs is {runs}: take from 1 to the {len(here)} that are shipped{left_out}")

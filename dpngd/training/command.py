@@ -6,6 +6,7 @@ torch is imported after the options have been checked: a wrong one is an error w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING
@@ -113,17 +114,19 @@ def main(argv: list[str] | None = None) -> int:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    with tqdm(total=config.T, file=sys.stderr, disable=args.quiet, unit="step") as bar:
-        marks = {round(config.T * i / 10) for i in range(1, 11)} | {1}
-        shown = {}
+    marks = {round(config.T * i / 10) for i in range(1, 11)} | {1}
+    shown, bars = {}, contextlib.ExitStack()
 
-        def progress(step: int, loss: float, epsilon) -> None:
-            shown["loss"] = f"{loss:.3f}"
-            if step in marks and not args.quiet:  # an accountant takes a moment: ten times per run
-                shown["epsilon"] = f"{epsilon():.3f}"
-            bar.set_postfix(shown)
-            bar.update()
+    def progress(step: int, loss: float, epsilon) -> None:
+        if "bar" not in shown:  # with the first step: what is wrong before it is one line, without a bar
+            shown["bar"] = bars.enter_context(tqdm(total=config.T, file=sys.stderr, disable=args.quiet, unit="step"))
+        shown["loss"] = f"{loss:.3f}"
+        if step in marks and not args.quiet:  # an accountant takes a moment: ten times per run
+            shown["epsilon"] = f"{epsilon():.3f}"
+        shown["bar"].set_postfix({k: v for k, v in shown.items() if k != "bar"})
+        shown["bar"].update()
 
+    with bars:
         record = run(config, progress=progress)
     print(json.dumps(record.to_dict(), allow_nan=False) if args.json else summary(record))
     return 0

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from dpngd.errors import UsageError
-from dpngd.suite import claims, report, study
+from dpngd.suite import claims, command, report, study
 from dpngd.suite.store import ROOT
 
 COMMITTED = ROOT / "figures" / "quick"
@@ -90,9 +90,9 @@ def test_an_empty_folder_is_an_error(tmp_path):
 
 def test_the_command_takes_a_profile():
     with pytest.raises(UsageError, match="profile"):
-        report.main([])
+        command.report([])
     with pytest.raises(UsageError, match=r"unknown profile 'quik'.*did you mean 'quick'"):
-        report.main(["quik"])
+        command.report(["quik"])
 
 
 def test_the_shipped_quick_figures_are_whole():
