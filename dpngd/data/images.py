@@ -42,7 +42,7 @@ def read_image(path: Path, height: int = 32, width: int = 32) -> np.ndarray:
 
 def to_nchw(x: np.ndarray) -> Tensor:
     """(n,H,W,C) numpy to (n,C,H,W) torch."""
-    return torch.from_numpy(np.ascontiguousarray(x.transpose(0, 3, 1, 2)))
+    return torch.from_numpy(np.array(x.transpose(0, 3, 1, 2), order="C"))  # a copy: arrays of files are read-only
 
 
 def fit(x: Tensor, shape: tuple[int, int, int]) -> Tensor:

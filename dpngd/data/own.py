@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,7 +158,7 @@ def _check_headers(path: Path, labelled: bool) -> tuple[str, ...]:
                                  "a part of it")
             headers = {key: _header(archive, members[key]) for key in keys}
             for key, (shape, dtype) in headers.items():
-                if int(np.prod(shape, dtype=object)) * dtype.itemsize > members[key].file_size:
+                if not dtype.hasobject and math.prod(shape) * dtype.itemsize > members[key].file_size:
                     raise UsageError(f"{path}: {key} claims more than the file holds: damaged")
     except (zipfile.BadZipFile, OSError, ValueError, EOFError, NotImplementedError, RuntimeError) as error:
         if isinstance(error, UsageError):

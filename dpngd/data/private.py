@@ -23,7 +23,7 @@ from dpngd.data.prepared import Arrays, Form, make
 from dpngd.data.sources import obtain
 from dpngd.errors import UsageError, unknown
 from dpngd.noise import stream
-from dpngd.training.config import own_kind
+from dpngd.training.config import own_kind, without_path
 
 SPLIT_SEED = 0  # of the splits that we make: never a run's seed
 DECADES = np.array([10, 20, 30, 40, 50, 60])  # upper bounds of the age groups 0-9, 10-19, ..., 50-59, 60 and over
@@ -81,7 +81,7 @@ def load_private(
         own.check_digest([name], digest, labelled=True)
         arrays, digest = own.read(name, labelled=True)
         arrays, source = split(arrays), f"own data, {own_kind(name)}"
-        classes = int(arrays["y_train"].max()) + 1
+        classes, name = int(arrays["y_train"].max()) + 1, without_path(name)  # a record keeps no path
     elif name == "digits":
         arrays, classes, source, digest = _digits()
     else:

@@ -20,7 +20,7 @@ from dpngd.data.private import Private
 from dpngd.data.sources import obtain
 from dpngd.errors import UsageError, unknown
 from dpngd.noise import stream
-from dpngd.training.config import own_kind
+from dpngd.training.config import own_kind, without_path
 
 SMALLEST, LARGEST = 50, synthetic.LARGEST
 MADE: dict[str, Callable[[int, tuple[int, int, int], torch.Generator], Tensor]] = {
@@ -95,7 +95,7 @@ def load_public(
     x = torch.cat([part.x for part in loaded])
     y, classes = _joint_labels(loaded)
     source, names = " + ".join(part.source for part in loaded), tuple(n for part in loaded for n in part.names)
-    return Public(name, x, y, classes, source, _digest(x), names)
+    return Public("+".join(part.name for part in loaded), x, y, classes, source, _digest(x), names)
 
 
 def check_disjoint(private: Private, public: Public) -> None:
@@ -124,12 +124,12 @@ def _part(name: str, n: int, seed: int, shape: tuple[int, int, int], root: str |
         paths = own.public_files(name)
         at = _draw(len(paths), n, name, generator)
         x = fit(to_nchw(np.stack([read_image(paths[i], *shape[1:]) for i in at])), shape)
-        return Public(name, x, None, None, "own images, folder", _digest(x), tuple(str(paths[i]) for i in at))
+        return Public(without_path(name), x, None, None, "own images, folder", _digest(x), tuple(str(paths[i]) for i in at))
     if kind == "npz":
         images = own.read(name, labelled=False)[0]["x"]
         at = _draw(len(images), n, name, generator)
         x = fit(to_nchw(images[at]), shape)
-        return Public(name, x, None, None, "own images, npz", _digest(x), tuple(f"{name}[{i}]" for i in at))
+        return Public(without_path(name), x, None, None, "own images, npz", _digest(x), tuple(f"{name}[{i}]" for i in at))
     if name not in POOLS:
         raise unknown("public data set", name, [*PUBLIC, "npz:PATH", "folder:PATH"])
     prepared = obtain(name, root, download=download,

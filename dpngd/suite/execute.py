@@ -1,7 +1,7 @@
 """One notebook in a process of its own, by papermill: parameters, time limit, peak memory, a clean copy of the result.
 
-`python -m dpngd.suite.execute SOURCE TARGET PARAMETERS` is that process. Papermill changes directories for its whole process
-and only warns of unknown parameters, hence the process, and hence `runner` checks names before.
+`python -m dpngd.suite.execute SOURCE TARGET PARAMETERS` is that process. Papermill changes directories for its whole
+process and only warns of unknown parameters, hence the process, and hence `run` checks names before.
 """
 
 from __future__ import annotations

@@ -219,7 +219,9 @@ class Profile:
         """eta of a first-order method: as stated, or by the rule with r = 0."""
         eta, place = self._find("eta", method, data, epsilon)
         S = values["C"] if "C" in values else math.hypot(values["C0"], values["C1"])
-        return {"eta": (math.prod(self._sgd(method, data, epsilon)) / S, (EQUATION,)) if eta is None else (eta, (place,))}
+        if eta is not None:
+            return {"eta": (eta, (place,))}
+        return {"eta": (math.prod(self._sgd(method, data, epsilon)) / S, (EQUATION,))}
 
     def _whitened(self, values: dict, method: str, data: str, epsilon: float, changes: dict,
                   ) -> dict[str, tuple[float, Origin]]:
