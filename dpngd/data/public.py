@@ -124,12 +124,14 @@ def _part(name: str, n: int, seed: int, shape: tuple[int, int, int], root: str |
         paths = own.public_files(name)
         at = _draw(len(paths), n, name, generator)
         x = fit(to_nchw(np.stack([read_image(paths[i], *shape[1:]) for i in at])), shape)
-        return Public(without_path(name), x, None, None, "own images, folder", _digest(x), tuple(str(paths[i]) for i in at))
+        names = tuple(str(paths[i]) for i in at)
+        return Public(without_path(name), x, None, None, "own images, folder", _digest(x), names)
     if kind == "npz":
         images = own.read(name, labelled=False)[0]["x"]
         at = _draw(len(images), n, name, generator)
         x = fit(to_nchw(images[at]), shape)
-        return Public(without_path(name), x, None, None, "own images, npz", _digest(x), tuple(f"{name}[{i}]" for i in at))
+        names = tuple(f"{name}[{i}]" for i in at)
+        return Public(without_path(name), x, None, None, "own images, npz", _digest(x), names)
     if name not in POOLS:
         raise unknown("public data set", name, [*PUBLIC, "npz:PATH", "folder:PATH"])
     prepared = obtain(name, root, download=download,
