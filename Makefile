@@ -18,7 +18,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 
 bench: $(STAMP)
-	$(BIN)/python -m dpngd bench
+	$(BIN)/dpngd bench
 
 # The stamp is written last, so that an interrupted installation is taken up again.
 $(STAMP): requirements.txt pyproject.toml

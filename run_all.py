@@ -7,10 +7,19 @@
     python run_all.py --profile paper --list   what the paper's setting would take
 
 Results land in figures/<profile>/. Started again after an interruption, it goes on where it was.
+`dpngd run` is the same.
 """
 
+import sys
+
 from dpngd.errors import exit_code
-from dpngd.suite.run import main
+
+
+def main() -> int:
+    from dpngd.suite.command import run
+
+    return run(sys.argv[1:], prog="run_all.py")
+
 
 if __name__ == "__main__":
     raise SystemExit(exit_code(main))

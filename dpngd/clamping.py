@@ -11,9 +11,16 @@ eta_sgd^2 C_sgd^2 (1 + d sigma^2 / B^2). No private data enter: lambda_t is a fu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dpngd.errors import UsageError
+
+if TYPE_CHECKING:
+    from dpngd.curvature import LayerCurvature
+
+RANK_SHARE = 0.003
 
 
 def lambda_safe(eta_ngd: float, C_ngd: float, eta_sgd: float, C_sgd: float) -> float:
@@ -32,6 +39,25 @@ def eta_ngd(lambda_safe: float, C_ngd: float, eta_sgd: float, C_sgd: float, righ
     for name, value in (("lambda_safe", lambda_safe), ("C_ngd", C_ngd), ("eta_sgd", eta_sgd), ("C_sgd", C_sgd)):
         _positive(name, value)
     return eta_sgd * C_sgd * lambda_safe**-right / C_ngd
+
+
+def floor_by_rank(curvature: Sequence[LayerCurvature], share: float = RANK_SHARE) -> float:
+    """The eigenvalue of F above which `share` of all directions lie: a floor from public images alone.
+
+    With n directions over all layers, largest eigenvalue first, it is number floor(share n) + 1, so that floor(share n)
+    directions (fewer where eigenvalues are equal) are above it. It scales with F.
+    """
+    import torch
+
+    if not 0 < share < 1:
+        raise UsageError(f"share is {share!r}: it must be above 0 and below 1")
+    spectrum = torch.cat([layer.spectrum().flatten() for layer in curvature])
+    rank = min(int(share * spectrum.numel()), spectrum.numel() - 1)
+    floor = float(spectrum.sort(descending=True).values[rank])
+    if not floor > 0:
+        raise UsageError(f"only {int((spectrum > 0).sum())} of {spectrum.numel()} directions have curvature, fewer "
+                         f"than {100 * share:g} %: take more public images, or a smaller share")
+    return floor
 
 
 @dataclass(frozen=True)

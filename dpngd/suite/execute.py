@@ -1,7 +1,7 @@
 """One notebook in a process of its own, by papermill: parameters, time limit, peak memory, a clean copy of the result.
 
 `python -m dpngd.suite.execute SOURCE TARGET PARAMETERS` is that process. Papermill changes directories for its whole
-process, hence a process per notebook; it only warns of unknown parameters, hence `run.parse` checks their names before.
+process, hence a process per notebook; it only warns of unknown parameters, hence `run.check` checks their names before.
 """
 
 from __future__ import annotations

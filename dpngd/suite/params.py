@@ -22,7 +22,7 @@ DEPTH = {"defaults": 1, "data": 2, "methods": 2, "artifacts": 2, "tuning": 1, "t
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key given twice is an error, not the last one's victory."""
+    """YAML in which a key that is given twice is an error; plain YAML would take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -96,6 +96,15 @@ def merge(base: Mapping, over: Mapping, file: str, path: tuple[str, ...] = (), d
             value = merge(base[key], value, file, place, below)
         merged[key] = value
     return merged
+
+
+def states(over: Mapping, place: tuple[str, ...]) -> bool:
+    """Whether a profile's own file (not paper.yaml under it) has the setting at this place."""
+    for key in place:
+        if not isinstance(over, Mapping) or key not in over:
+            return False
+        over = over[key]
+    return True
 
 
 def pick(value: Any, data: str, epsilon: float, name: str, method: str) -> Any:

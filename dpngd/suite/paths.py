@@ -11,7 +11,8 @@
 | TEMPLATES | templates/ beside this module |
 
 Use them as `paths.PARAMS`, when the file is needed: a name is looked up then, not at import. A package installed from a
-wheel has TEMPLATES alone (and STORE, where DPNGD_STORE is set); every other name raises a UsageError that says so.
+wheel has TEMPLATES and its own copy of PARAMS (and STORE, where DPNGD_STORE is set); every other name raises a
+UsageError that says so.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ def __getattr__(name: str) -> Path:
     if name == "STORE" and (given := os.environ.get("DPNGD_STORE")):
         return Path(given).absolute()
     root = checkout()
+    packaged = Path(__file__).resolve().parents[1] / "params"
+    if root is None and name == "PARAMS" and packaged.is_dir():
+        return packaged
     if root is None:
         raise UsageError(f"this needs a checkout of dpngd (its {IN_CHECKOUT[name]}): clone the repository and run it "
                          "there; the installed package alone has the optimizer, training and data")

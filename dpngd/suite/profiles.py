@@ -30,16 +30,21 @@ from dpngd.errors import UsageError, unknown
 from dpngd.methods import METHODS
 from dpngd.suite import params
 from dpngd.suite.params import number, pick, profile_names
-from dpngd.training.config import FIELDS, METHOD_FIELDS, RunConfig, in_interval
+from dpngd.training.config import DIGESTS, FIELDS, METHOD_FIELDS, RunConfig, in_interval, own_kind
 
 __all__ = ["Profile", "load", "profile_names"]
 
 _CELL = ("method", "data", "epsilon", "seed")
-_COMMON = tuple(n for n in FIELDS if n not in METHOD_FIELDS and n not in (*_CELL, "eta"))
+_COMMON = tuple(n for n in FIELDS if n not in (*METHOD_FIELDS, *DIGESTS, *_CELL, "eta"))
 SHAPES = {"methods": list, "cells": dict, "vary": dict, "seeds": list | None, "grid": dict, "arms": dict,
           "repeat": dict}
 SEARCHES = ("tuning", "tuning_networks")  # the grid searches: on the profile's networks, and on another one
 Names = Sequence[str] | None
+Place = tuple[str, ...]
+"""Where a setting is stated, as keys of the settings: ("methods", "dp-ngd", "T")."""
+Origin = tuple[str | Place, ...]
+"""Where a value comes from, in words and places, for `Profile.resolve`."""
+GIVEN, EQUATION, TUNED, DEFAULT = "given", "equation (section 3.3)", "tuned", "default of RunConfig"
 
 
 def load(name: str) -> Profile:
@@ -115,21 +120,53 @@ class Profile:
 
     def setting(self, name: str, method: str, data: str, epsilon: float) -> Any:
         """A value by the first of method, the method it is an arm of, data set and defaults that has one."""
-        places = [self.settings["methods"][method], self.settings["data"][data], self.settings["defaults"]]
+        return self._find(name, method, data, epsilon)[0]
+
+    def _find(self, name: str, method: str, data: str, epsilon: float) -> tuple[Any, Place]:
+        """The same with the place that states it; (None, ()) where none does."""
+        places: list[Place] = [("methods", method), ("data", data), ("defaults",)]
         if METHODS[method].arm_of:
-            places.insert(1, self.settings["methods"][METHODS[method].arm_of])
-        values = (pick(place.get(name), data, epsilon, name, method) for place in places)
-        return next((value for value in values if value is not None), None)
+            places.insert(1, ("methods", METHODS[method].arm_of))
+        for place in places:
+            section = functools.reduce(dict.__getitem__, place, self.settings)
+            value = pick(section.get(name), data, epsilon, name, method)
+            if value is not None:
+                return value, (*place, name)
+        return None, ()
 
     def config(self, method: str, data: str, epsilon: float, seed: int, **changes: Any) -> RunConfig:
         """The run of one cell. `changes` are fields of the config, or `rate`, a factor on the learning rate."""
-        for kind, name, valid in (("method", method, METHODS), ("data set", data, self.settings["data"])):
-            if name not in valid:
-                raise unknown(kind, name, valid)
+        return self._checked(method, data, epsilon, seed, changes)[0]
+
+    def resolve(self, method: str, data: str, epsilon: float, seed: int, **changes: Any,
+                ) -> tuple[RunConfig, dict[str, str]]:
+        """The same run, and for each of its values where it comes from: given, a file of params/, the search's winners
+        (tuned), the equation of the module's docstring, or the default of RunConfig."""
+        config, origins = self._checked(method, data, epsilon, seed, changes)
+        stated = {} if self.name == "paper" else params.read_params(self.name)
+
+        def spell(part: str | Place) -> str:
+            if isinstance(part, tuple):
+                return f"params/{self.name if params.states(stated, part) else 'paper'}.yaml ({'.'.join(part)})"
+            return f"tuned (params/tuned/{self.name}.yaml)" if part == TUNED else part
+
+        return config, {n: ", ".join(map(spell, origins.get(n) or (DEFAULT,))) for n in config.canonical()}
+
+    def _checked(self, method: str, data: str, epsilon: float, seed: int, changes: dict[str, Any],
+                 ) -> tuple[RunConfig, dict[str, Origin]]:
+        if method not in METHODS:
+            raise unknown("method", method, METHODS)
+        if data not in self.settings["data"] and own_kind(data) is None:
+            raise unknown("data set", data, [*self.settings["data"], "npz:PATH", "folder:PATH"])
         for name in changes:
             if name not in FIELDS and name != "rate":
                 raise unknown("field", name, [*FIELDS, "rate"])
-        return self._config(method, data, epsilon, seed, self.tuned(method, data, changes.get("model")), changes)
+        tuned = self.tuned(method, self.like(data), changes.get("model"))
+        return self._resolve(method, data, epsilon, seed, tuned, changes)
+
+    def like(self, data: str) -> str:
+        """The data set whose settings a run takes: itself, or for a user's own data the profile's first."""
+        return data if own_kind(data) is None else next(iter(self.settings["artifacts"]["utility_table"]["cells"]))
 
     def tuned(self, method: str, data: str, model: str | None = None) -> dict[str, Any]:
         """What the grid search chose: `rate` and `T`, which are factors, and the method's own parameters.
@@ -142,52 +179,74 @@ class Profile:
         own = winners.get(place(data, model)) or winners.get(data, {})
         return {**base, **own, "rate": base.get("rate", 1.0) * own.get("rate", 1.0)}
 
-    def _config(self, method: str, data: str, epsilon: float, seed: int, tuned: dict, changes: dict) -> RunConfig:
+    def _resolve(self, method: str, data: str, epsilon: float, seed: int, tuned: dict, changes: dict,
+                 ) -> tuple[RunConfig, dict[str, Origin]]:
+        """Every value of a run with its origin, the later ones before the earlier: settings, tuned, equation, given."""
         if not in_interval(epsilon, "(0, inf)"):
             raise UsageError(f"epsilon = {epsilon!r}: must be in (0, inf)")
+        cell = {"method": method, "data": data, "epsilon": epsilon, "seed": seed}
         changes = {n: v for n, v in changes.items() if v is not None}  # null in a list of values: as it is elsewhere
         rate = tuned.get("rate", 1.0) * changes.pop("rate", 1.0)
         wanted = (*_COMMON, *METHODS[method].uses)
         own = {n: v for n, v in tuned.items() if n not in ("rate", "T")}
-        values = {n: self.setting(n, method, data, epsilon) for n in wanted}
-        values["T"] = max(1, round(tuned.get("T", 1.0) * values["T"]))
+        like = self.like(data)
+        stated = {n: self._find(n, method, like, epsilon) for n in wanted if n != "N" or like == data}
+        values = {n: value for n, (value, _) in stated.items()}
+        origins: dict[str, Origin] = {n: (place,) for n, (_, place) in stated.items() if place}
+        if "T" in tuned:
+            values["T"] = max(1, round(tuned["T"] * values["T"]))
+            origins["T"] = (*origins["T"], f"times {tuned['T']:g}", TUNED) if tuned["T"] != 1 else origins["T"]
         values |= {n: v for n, v in own.items() if n in wanted} | changes
         derive = self._whitened if METHODS[method].second_order else self._plain
-        derived = derive(values, method, data, epsilon, own | changes)
-        derived["eta"] = number(derived["eta"] * rate)
-        values |= {n: v for n, v in derived.items() if n not in changes and n in (*wanted, "eta")}
-        if "evals" not in changes:
-            values["evals"] = min(values["evals"], values["T"])
-        return RunConfig.from_dict({"method": method, "data": data, "epsilon": epsilon, "seed": seed, **values})
+        derived = derive(values, method, like, epsilon, own | changes)
+        eta, whence = derived["eta"]
+        derived["eta"] = number(eta * rate), (*whence, *((f"times {rate:g}", TUNED) if rate != 1 else ()))
+        derived = {n: d for n, d in derived.items() if n not in changes and n in (*wanted, "eta")}
+        values |= {n: value for n, (value, _) in derived.items()}
+        origins |= {n: origin for n, (_, origin) in derived.items()} | dict.fromkeys(own, (TUNED,))
+        origins |= dict.fromkeys(DIGESTS, ("content of the files",)) | dict.fromkeys((*cell, *changes), (GIVEN,))
+        if "evals" not in changes and values["evals"] > values["T"]:
+            values["evals"], origins["evals"] = values["T"], (*origins["evals"], "at most T")
+        return RunConfig.from_dict({**values, **cell}), origins
 
     def _sgd(self, method: str, data: str, epsilon: float) -> tuple[float, float]:
         """eta_sgd and C_sgd: rate and clipping threshold of DP-SGD in this cell, whose product bounds its step."""
         eta = self.setting("eta_sgd", method, data, epsilon) or self.setting("eta", "dp-sgd", data, epsilon)
         return eta, self.setting("C", "dp-sgd", data, epsilon)
 
-    def _plain(self, values: dict, method: str, data: str, epsilon: float, changes: dict) -> dict[str, float]:
+    def _plain(self, values: dict, method: str, data: str, epsilon: float, changes: dict,
+               ) -> dict[str, tuple[float, Origin]]:
         """eta of a first-order method: as stated, or by the rule with r = 0."""
-        eta = self.setting("eta", method, data, epsilon)
+        eta, place = self._find("eta", method, data, epsilon)
         S = values["C"] if "C" in values else math.hypot(values["C0"], values["C1"])
-        return {"eta": math.prod(self._sgd(method, data, epsilon)) / S if eta is None else eta}
+        if eta is not None:
+            return {"eta": (eta, (place,))}
+        return {"eta": (math.prod(self._sgd(method, data, epsilon)) / S, (EQUATION,))}
 
-    def _whitened(self, values: dict, method: str, data: str, epsilon: float, changes: dict) -> dict[str, float]:
+    def _whitened(self, values: dict, method: str, data: str, epsilon: float, changes: dict,
+                  ) -> dict[str, tuple[float, Origin]]:
         """eta, C, lambda_safe and lambda_base of DP-NGD and its arms, by the equation, from eta or lambda_safe."""
-        get = functools.partial(self.setting, data=data, epsilon=epsilon)
-        eta, safe = get("eta", "dp-ngd"), get("lambda_safe", "dp-ngd")
+        find = functools.partial(self._find, data=data, epsilon=epsilon)
+        eta, (safe, place) = find("eta", "dp-ngd")[0], find("lambda_safe", "dp-ngd")
+        C, C_place = find("C", "dp-ngd")
         if (eta is None) == (safe is None):
             raise UsageError(f"{self.name}: dp-ngd must state eta or lambda_safe, the other one follows from it")
         if safe is None:
-            safe = clamping.lambda_safe(eta, get("C", "dp-ngd"), *self._sgd("dp-ngd", data, epsilon))
-        safe = changes.get("lambda_safe") or get("lambda_safe", method) or safe
+            safe, place = clamping.lambda_safe(eta, C, *self._sgd("dp-ngd", data, epsilon)), EQUATION
+        for value, origin in (find("lambda_safe", method), (changes.get("lambda_safe"), GIVEN)):
+            safe, place = (value, origin) if value else (safe, place)
         entry = METHODS[method]
         stated = pick(self.settings["methods"][method]["C"], data, epsilon, "C", method)
-        C = changes.get("C") or stated or get("C", "dp-ngd") * safe ** (0.5 + entry.left)
+        if changes.get("C") or stated:
+            C, C_place = changes.get("C") or stated, ("methods", method, "C")
+        elif entry.left != -0.5:
+            C, C_place = C * safe ** (0.5 + entry.left), EQUATION
+        ratio, ratio_place = find("lambda_base_ratio", "dp-ngd")
         return {
-            "eta": clamping.eta_ngd(safe, C, *self._sgd(method, data, epsilon), right=entry.right),
-            "C": number(C),
-            "lambda_safe": number(safe),
-            "lambda_base": number(safe * get("lambda_base_ratio", "dp-ngd")),
+            "eta": (clamping.eta_ngd(safe, C, *self._sgd(method, data, epsilon), right=entry.right), (EQUATION,)),
+            "C": (number(C), (C_place,)),
+            "lambda_safe": (number(safe), (place,)),
+            "lambda_base": (number(safe * ratio), ("lambda_safe times lambda_base_ratio", ratio_place)),
         }
 
     def configs(
@@ -205,6 +264,10 @@ class Profile:
         for name, value in given.items():
             if value is not None and (isinstance(value, str) or not isinstance(value, Sequence) or not value):
                 raise UsageError(f"{name} = {value!r}: give a list, or None for the profile's")
+        shown = dict.fromkeys(d for a in self.settings["artifacts"].values() for d in a["cells"])
+        if other := [d for d in datasets or () if d in self.settings["data"] and d not in shown]:
+            raise UsageError(f"datasets = {list(datasets)}: the profile {self.name} has no settings for {other[0]}, "
+                             f"only for {', '.join(shown)}; take another profile")
         stated = section["cells"]
         every = sorted({e for row in stated.values() for e in row})
         cells = {d: epsilons or stated.get(d, every) for d in (datasets or stated)}
@@ -261,7 +324,7 @@ class Profile:
                ) -> RunConfig:
         tuned = {**base, **axes, "rate": base.get("rate", 1.0) * axes.get("rate", 1.0)}
         changes = {n: section[n] for n in ("validation", "evals", "model")}
-        return self._config(method, data, epsilon, seed, tuned, changes)
+        return self._resolve(method, data, epsilon, seed, tuned, changes)[0]
 
     def repeats(
         self, method: str, data: str, epsilon: float, search: str = "tuning"

@@ -6,6 +6,7 @@ folder lacks is an error, not a gap. `dpngd report quick` writes the page again.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import html
 import json
@@ -15,7 +16,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from dpngd.errors import Parser, UsageError, exit_code
+from dpngd.errors import UsageError
 from dpngd.files import write_atomically
 from dpngd.suite import claims, paths, profiles, stats
 from dpngd.suite.params import published
@@ -134,24 +135,25 @@ def put_into_readme(profile: str, table: str, path: Path | None = None) -> None:
     write_atomically(path, before + marks[0] + table + marks[1] + after)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="python -m dpngd.report", description="Draw a profile's page anew.")
-    parser.add_argument("profile")
-    parser.add_argument("--markdown", action="store_true", help="print its claims table instead, and write nothing")
-    parser.add_argument("--readme", action="store_true", help="put its claims table into README.md instead")
-    args = parser.parse_args(argv)
-    profiles.load(args.profile)
+def main(args: argparse.Namespace) -> int:
+    """Write the page, or print the claims as `command.report`'s options say."""
+    if args.notebooks is not None:
+        from dpngd.suite.execute import restore
+
+        return restore(args.notebooks)
     folder = paths.FIGURES / args.profile
-    if args.markdown or args.readme:
+    if args.markdown or args.readme or args.json:
         path = folder / "claims.json"
         if not path.exists():
-            raise UsageError(f"figures/{args.profile}/claims.json is missing: run run_all.py --profile {args.profile}")
-        table = markdown(json.loads(path.read_text(encoding="utf-8")))
-        put_into_readme(args.profile, table) if args.readme else print(table)
+            raise UsageError(f"figures/{args.profile}/claims.json is missing: run dpngd run --profile "
+                             f"{args.profile}")
+        left = json.loads(path.read_text(encoding="utf-8"))
+        if args.json:
+            print(json.dumps(left["claims"], indent=1, ensure_ascii=False))
+        elif args.readme:
+            put_into_readme(args.profile, markdown(left))
+        else:
+            print(markdown(left))
     else:
         print(write_report(args.profile, folder).relative_to(paths.ROOT))
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(exit_code(main))

@@ -1,4 +1,4 @@
-"""run_all.py: one sweep over the missing runs of all notebooks, then each notebook in a process of its own.
+"""`dpngd run`, run_all.py: one sweep over the missing runs of all notebooks, then each notebook in its own process.
 
 The sweep comes first so that there is one progress bar, one pool of workers and no idle core; the notebooks then find
 their runs in the store. A failed run or notebook stops nothing else: failures are collected and decide the exit code.
@@ -28,28 +28,10 @@ from dpngd.suite.study import ARTIFACTS, CHOICES, PARAMETERS, configs
 from dpngd.training.config import RunConfig
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="run_all.py", description="Every table and figure of the paper, ours beside it.")
-    p.add_argument("--profile", default="quick", help=f"one of {', '.join(profiles.profile_names())} (default quick)")
-    p.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="some notebooks only, by name or number")
-    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs and notebooks at a time (default: the cores)")
-    p.add_argument("--train", action="store_true", help="train missing runs even where the profile ships results")
-    p.add_argument("--refresh", action="store_true", help="forget stored and shipped runs, and train all of them")
-    p.add_argument("--list", action="store_true", help="show runs, sigmas, steps and hours; train nothing")
-    p.add_argument("--export", action="store_true", help="ship the runs there are: write results/<profile>.jsonl")
-    p.add_argument("--html", action="store_true", help="also write each executed notebook as HTML")
-    p.add_argument("--timeout", type=float, default=1200.0, metavar="SECONDS", help="limit a notebook (default 1200)")
-    p.add_argument("-p", "--param", action="append", default=[], metavar="NAME=VALUE",
-                   help=f"a notebook parameter ({', '.join(CHOICES)}), as YAML; writes to figures/<profile>-custom/")
-    p.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # for tests
-    args = p.parse_args(argv)
-    args.profile = profiles.load(args.profile)
+def check(args: argparse.Namespace) -> argparse.Namespace:
+    """The options of `command.run`, once notebooks and their parameters have been checked too."""
     args.only = [notebook_name(name) for name in args.only] if args.only else list(ARTIFACTS)
     args.params = dict(map(parameter, args.param))
-    if args.jobs is None or args.jobs < 1:
-        raise UsageError(f"--jobs is {args.jobs}: it must be at least 1")
-    if not args.timeout > 0:
-        raise UsageError(f"--timeout is {args.timeout:g}: it must be above 0 seconds")
     if args.output is None:
         args.output = paths.FIGURES / (args.profile.name + ("-custom" if args.params else ""))
     return args
@@ -71,15 +53,16 @@ def parameter(text: str) -> tuple[str, Any]:
     if name not in PARAMETERS:
         raise unknown("parameter", name, CHOICES)
     if name not in CHOICES:
-        raise UsageError(f"--param {name}: run_all has an option for it")
+        raise UsageError(f"--param {name}: there is an option for it, --{name}")
     try:
         return name, yaml.safe_load(value)
     except yaml.YAMLError:
         raise UsageError(f"--param {text!r}: its value is not YAML") from None
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+def main(args: argparse.Namespace) -> int:
+    """Do what the options of `command.run` say; the exit code is 1 where a run or a notebook failed."""
+    args = check(args)
     wanted = {name: configs(name, args.profile, **args.params) for name in args.only}
     if args.list:
         print(listing(args.profile, wanted, Store(args.profile.name)))
@@ -161,7 +144,7 @@ def relative(path: Path) -> str:
     return str(path.relative_to(paths.ROOT)) if path.is_relative_to(paths.ROOT) else str(path)
 
 
-# ---- `run_all.py --list`: what a profile would run, before anything is trained ---------------------------------------
+# ---- `--list`: what a profile would run, before anything is trained --------------------------------------------------
 
 Wanted = dict[str, dict[str, list[RunConfig]]]
 

@@ -9,12 +9,15 @@ the shipped runs and once with the new ones in their places. Exit code 1 where t
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dpngd.errors import Parser, UsageError, exit_code
+from dpngd.errors import UsageError
 from dpngd.suite import claims, profiles, sweep
 from dpngd.suite.runs import Runs
 from dpngd.suite.store import Store
@@ -25,13 +28,42 @@ MACHINE = ("rounding", "torch", "numpy", "device")  # what makes two machines th
 
 
 def draw(store: Store, runs: int, seed: int) -> list[dict]:
-    """`runs` of the shipped records, the same ones for the same seed."""
+    """`runs` of the shipped records whose data are here, the same ones for the same seed."""
     if not store.shipped_path.exists():
         raise UsageError(f"{store.profile} ships no results (no {store.shipped_path.name}): nothing to check")
     shipped = store.shipped
-    if not 1 <= runs <= len(shipped):
-        raise UsageError(f"--runs is {runs}: take from 1 to the {len(shipped)} that are shipped")
-    return [shipped[key] for key in random.Random(seed).sample(sorted(shipped), runs)]
+    missing = missing_data(set().union(*(needs(r["config"]) for r in shipped.values())))
+    here = [key for key in sorted(shipped) if not needs(shipped[key]["config"]) & set(missing)]
+    if not here:
+        raise UsageError(f"none of the {len(shipped)} shipped runs can be trained here: {', '.join(missing)} not "
+                         f"found; `dpngd data fetch NAME` gets one or says how; or set DPNGD_DATA")
+    if not 1 <= runs <= len(here):
+        left_out = f" (others need {', '.join(missing)}, not found)" if missing else ""
+        raise UsageError(f"--runs is {runs}: take from 1 to the {len(here)} that are shipped{left_out}")
+    if missing:
+        print(f"{len(here)} of {len(shipped)} shipped runs can be trained here; the others need {', '.join(missing)}",
+              file=sys.stderr)
+    return [shipped[key] for key in random.Random(seed).sample(here, runs)]
+
+
+def needs(config: Mapping[str, Any]) -> set[str]:
+    """The data sets of a run that need files."""
+    from dpngd.data.sources import SOURCES
+
+    return {config["data"].partition("-")[0], *config.get("public", "").split("+")} & set(SOURCES)
+
+
+def missing_data(names: Iterable[str]) -> list[str]:
+    """Those of the data sets that cannot be read here without a download."""
+    from dpngd.data.sources import obtain
+
+    missing = []
+    for name in sorted(names):
+        try:
+            obtain(name, download=False)
+        except UsageError:
+            missing.append(name)
+    return missing
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -49,42 +81,41 @@ def verdicts(profile: profiles.Profile, records: Mapping[str, dict]) -> dict[str
             if claim.source != "theory" and not claim.timed}
 
 
-def check(store: Store, runs: int, seed: int, jobs: int) -> bool:
-    """Whether the drawn runs, trained again, are the same (on the same machine), and leave every verdict as it is."""
+def check(store: Store, runs: int, seed: int, jobs: int) -> dict[str, Any]:
+    """The drawn runs, trained again: `good` where each is the same (on the same machine) and every verdict stays."""
     drawn, profile = draw(store, runs, seed), store.profile
     configs = [RunConfig.from_dict(r["config"]) for r in drawn]
     with tempfile.TemporaryDirectory() as scratch:
         new = sweep.ensure(configs, store=Store(profile, root=scratch, read_shipped=False), jobs=jobs)
-    good = True
+    rows = []
     for config, old, again in zip(configs, drawn, new, strict=True):
         here = all(k in old["where"] and old["where"][k] == again["where"].get(k) for k in MACHINE)
-        differ = differences(old, again)
-        good &= not (here and differ)
-        said = "the same to the last bit" if not differ else f"differs in {', '.join(differ)}" + (
-            "" if here else " (another machine)")
-        print(f"{config.label()}: accuracy {percent(old)} shipped, {percent(again)} now; {said}")
+        rows.append({"run": config.label(), "key": config.key(), "shipped": old["accuracy"], "now": again["accuracy"],
+                     "differs_in": differences(old, again), "same_machine": here})
     before = verdicts(profiles.load(profile), store.shipped)
     after = verdicts(profiles.load(profile), {**store.shipped, **{r["key"]: r for r in new}})
     changed = [f"{name} from {before[name]!r} to {after[name]!r}" for name in before if before[name] != after[name]]
-    print(f"verdicts changed: {'; '.join(changed) or 'none'}")
-    return good and not changed
+    good = not changed and not any(row["same_machine"] and row["differs_in"] for row in rows)
+    return {"profile": profile, "good": good, "runs": rows, "verdicts_changed": changed}
 
 
-def percent(r: Mapping[str, Any]) -> str:
-    return "none (diverged)" if r["accuracy"] is None else f"{100 * r['accuracy']:.2f}%"
+def table(found: Mapping[str, Any]) -> str:
+    """One line per run, and one for the verdicts."""
+    lines = []
+    for row in found["runs"]:
+        said = "the same to the last bit"
+        if row["differs_in"]:
+            said = f"differs in {', '.join(row['differs_in'])}" + ("" if row["same_machine"] else " (another machine)")
+        lines.append(f"{row['run']}: accuracy {percent(row['shipped'])} shipped, {percent(row['now'])} now; {said}")
+    return "\n".join([*lines, f"verdicts changed: {'; '.join(found['verdicts_changed']) or 'none'}"])
 
 
-def main(argv: list[str] | None = None) -> int:
-    p = Parser(prog="python -m dpngd.spotcheck", description="Train some shipped runs anew and compare.",
-               allow_abbrev=False)
-    p.add_argument("profile", help=f"one of {', '.join(profiles.profile_names())}")
-    p.add_argument("--runs", type=int, default=5, help="how many (default 5)")
-    p.add_argument("--seed", type=int, default=0, help="which ones (default 0)")
-    p.add_argument("--jobs", type=int, default=2, help="runs at once (default 2)")
-    args = p.parse_args(argv)
-    profiles.load(args.profile)
-    return 0 if check(Store(args.profile), args.runs, args.seed, args.jobs) else 1
+def percent(accuracy: float | None) -> str:
+    return "none (diverged)" if accuracy is None else f"{100 * accuracy:.2f}%"
 
 
-if __name__ == "__main__":
-    raise SystemExit(exit_code(main))
+def main(args: argparse.Namespace) -> int:
+    """Check, and print a line per run or one JSON object; the exit code is 1 where something differs."""
+    found = check(Store(args.profile), args.runs, args.seed, args.jobs)
+    print(json.dumps(found, indent=1, ensure_ascii=False) if args.json else table(found))
+    return 0 if found["good"] else 1

@@ -60,9 +60,9 @@ class Store:
         self.profile = profile
         self.read_shipped = read_shipped
         self.folder = Path(root or paths.STORE).absolute() / profile
-        for place in (self.folder.parent, self.folder):
-            if place.exists() and not place.is_dir():
-                raise UsageError(f"the store {place} is a file: set DPNGD_STORE to a folder")
+        at = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+        if not at.is_dir():
+            raise UsageError(f"the store {self.folder} cannot be used: {at} is not a folder; set DPNGD_STORE to one")
         self.shipped_path = Path(results or paths.RESULTS).absolute() / f"{profile}.jsonl"
         self.damaged: dict[str, str] = {}  # what this process found damaged: place -> reason
 

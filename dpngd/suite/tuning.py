@@ -12,13 +12,14 @@ arms of DP-NGD, which start from what won for DP-NGD.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
 
-from dpngd.errors import Parser, UsageError, exit_code
+from dpngd.errors import UsageError
 from dpngd.files import write_atomically
 from dpngd.methods import METHODS
 from dpngd.suite import params, paths, profiles, sweep
@@ -121,12 +122,8 @@ def search(profile: str, store: Store, jobs: int = 2) -> Chosen:
             return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    p = Parser(prog="python -m dpngd.tuning", description="The grid search of a profile.", allow_abbrev=False)
-    p.add_argument("profile", help=f"one of {', '.join(profiles.profile_names())}")
-    p.add_argument("--jobs", type=int, default=2, help="runs at once (default 2)")
-    p.add_argument("--show", action="store_true", help="run and write nothing, show what won so far")
-    args = p.parse_args(argv)
+def main(args: argparse.Namespace) -> int:
+    """Search, unless only `--show` is asked for, and print what won."""
     if not args.show:
         search(args.profile, Store(args.profile), args.jobs)
     profile = profiles.load(args.profile)
@@ -135,7 +132,3 @@ def main(argv: list[str] | None = None) -> int:
             edge = f"; at the edge of its grid: {', '.join(found)}" if (found := edges(profile, method, where)) else ""
             print(f"{METHODS[method].label:18} {where:16} " + " ".join(f"{n}={v:g}" for n, v in axes.items()) + edge)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(exit_code(main))

@@ -1,31 +1,48 @@
-"""The command line of one run: `python -m dpngd.train`. Every field of RunConfig is an option of the same name."""
+"""`dpngd train`: one run. Every field of RunConfig is an option of the same name.
+
+torch is imported after the options have been checked: a wrong one is an error within a second.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+from typing import TYPE_CHECKING
 
-import torch
-from tqdm import tqdm
-
-from dpngd.errors import Parser, UsageError, unknown
+from dpngd.errors import Parser, UsageError
 from dpngd.methods import METHODS
-from dpngd.suite import profiles
-from dpngd.training.config import FIELDS, RunConfig
-from dpngd.training.record import Record
-from dpngd.training.train import run
+from dpngd.training.config import DIGESTS, FIELDS, RunConfig
+
+if TYPE_CHECKING:
+    from dpngd.training.record import Record
 
 CELL = {"method": "dp-ngd", "data": "digits", "epsilon": 2.0, "seed": 0}
-"""What a run is of when nothing is said; every other setting is the profile's for that method and data set."""
+"""What a run is of when nothing is given; every other setting is the profile's for that method and data set."""
 KINDS = {"int": int, "float": float, "str": str}
 
 
 def parse(argv: list[str] | None) -> tuple[RunConfig, argparse.Namespace]:
-    p = Parser(prog="python -m dpngd.train", description="One private training run.", allow_abbrev=False,
+    """The config that the options name, and the options."""
+    p = Parser(prog="dpngd train", description="One private training run.",
                formatter_class=argparse.RawDescriptionHelpFormatter,
                epilog="methods:\n" + "\n".join(f"  {n:22}{s.about}" for n, s in METHODS.items()))
+    add_fields(p)
+    p.add_argument("--threads", metavar="int", type=int, help="torch threads")
+    p.add_argument("--json", action="store_true", help="print the whole record as JSON")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    args = p.parse_args(argv)
+    if args.threads is not None and args.threads < 1:
+        raise UsageError(f"--threads is {args.threads}: it must be at least 1")
+    return with_defaults(given(args), args.profile), args
+
+
+def add_fields(p: Parser) -> None:
+    """Declare an option per field of RunConfig, and --profile, from which the other fields come."""
     for name, f in FIELDS.items():
+        if name in DIGESTS:
+            continue
         kind = f.type.removesuffix(" | None")
         note = f.metadata["doc"].replace("%", "%%")
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
@@ -33,28 +50,32 @@ def parse(argv: list[str] | None) -> tuple[RunConfig, argparse.Namespace]:
             p.add_argument(*spellings, dest=name, action="store_true", default=None, help=note)
         else:
             p.add_argument(*spellings, dest=name, metavar=kind, type=KINDS[kind], help=note)
-    p.add_argument("--profile", help="params/<profile>.yaml gives what is not said (quick for digits, else cpu)")
-    p.add_argument("--threads", metavar="int", type=int, help="torch threads")
-    p.add_argument("--json", action="store_true", help="print the whole record as JSON")
-    p.add_argument("--quiet", action="store_true", help="no progress bar")
-    args, other = p.parse_known_args(argv)
-    if other:
-        if not other[0].startswith("-"):
-            raise UsageError(f"unexpected argument {other[0]!r}: options start with --")
-        raise unknown("option", other[0].partition("=")[0], [a.option_strings[0] for a in p._actions])
-    if args.threads is not None and args.threads < 1:
-        raise UsageError(f"--threads is {args.threads}: it must be at least 1")
-    given = {k: v for k, v in vars(args).items() if k in FIELDS and v is not None}
-    return with_defaults(given, args.profile), args
+    p.add_argument("--profile", help="params/<profile>.yaml gives what is not given here (quick for digits, else cpu)")
+
+
+def given(args: argparse.Namespace) -> dict:
+    """The fields of RunConfig that were given."""
+    return {k: v for k, v in vars(args).items() if k in FIELDS and v is not None}
 
 
 def with_defaults(given: dict, profile: str | None = None) -> RunConfig:
     """The config that the given options name, the rest as the profile has it: what follows from an option (a rate from
     a floor, say) follows from the given one."""
+    return resolve(given, profile)[0]
+
+
+def resolve(given: dict, profile: str | None = None) -> tuple[RunConfig, dict[str, str]]:
+    """The same config, and for each value where it comes from."""
+    from dpngd.suite import profiles
+
     cell = {name: given.get(name, value) for name, value in CELL.items()}
     rest = {name: value for name, value in given.items() if name not in CELL}
     name = profile or ("quick" if cell["data"] == "digits" else "cpu")
-    return profiles.load(name).config(*cell.values(), **rest)
+    config, origins = profiles.load(name).resolve(*cell.values(), **rest)
+    if "gep_directions" in given and config.gep_directions > config.public_size:
+        raise UsageError(f"gep_directions = {config.gep_directions}: GEP's directions are of public gradients, so at "
+                         f"most public_size = {config.public_size}")
+    return config, origins | {n: "default of dpngd train" for n in CELL if n not in given}
 
 
 def summary(record: Record) -> str:
@@ -78,27 +99,34 @@ def summary(record: Record) -> str:
         ("clipped", f"{100 * d['clipped']:.0f} % of the samples; {d['nonfinite_samples']} not finite"),
         *[("clamped", f"{100 * row['clamped_share']:.1f} % of the eigenvalues at the end")
           for row in d["along"][-1:] if "clamped_share" in row],
-        ("seconds", f"{s['total']:.1f} ({stepping:.0f} ms a step): {phases}"),
+        ("seconds", f"{s['total']:.1f} ({stepping:.0f} ms per step): {phases}"),
         ("key", record.key),
     ]
     return "\n".join(f"{name:20}{value}" for name, value in rows)
 
 
-def train_main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     config, args = parse(argv)
+    import torch  # late: see the module's docstring
+    from tqdm import tqdm
+
+    from dpngd.training.train import run
+
     if args.threads:
         torch.set_num_threads(args.threads)
-    with tqdm(total=config.T, file=sys.stderr, disable=args.quiet, unit="step") as bar:
-        marks = {round(config.T * i / 10) for i in range(1, 11)} | {1}
-        shown = {}
+    marks = {round(config.T * i / 10) for i in range(1, 11)} | {1}
+    shown, bars = {}, contextlib.ExitStack()
 
-        def progress(step: int, loss: float, epsilon) -> None:
-            shown["loss"] = f"{loss:.3f}"
-            if step in marks and not args.quiet:  # an accountant takes a moment: ten times a run
-                shown["epsilon"] = f"{epsilon():.3f}"
-            bar.set_postfix(shown)
-            bar.update()
+    def progress(step: int, loss: float, epsilon) -> None:
+        if "bar" not in shown:  # with the first step: what is wrong before it is one line, without a bar
+            shown["bar"] = bars.enter_context(tqdm(total=config.T, file=sys.stderr, disable=args.quiet, unit="step"))
+        shown["loss"] = f"{loss:.3f}"
+        if step in marks and not args.quiet:  # an accountant takes a moment: ten times per run
+            shown["epsilon"] = f"{epsilon():.3f}"
+        shown["bar"].set_postfix({k: v for k, v in shown.items() if k != "bar"})
+        shown["bar"].update()
 
+    with bars:
         record = run(config, progress=progress)
     print(json.dumps(record.to_dict(), allow_nan=False) if args.json else summary(record))
     return 0

@@ -5,6 +5,10 @@ numbers and names only. What makes two methods different in structure (which spa
 labels are, how the budget is split) belongs to the method's name; its entry in
 `dpngd.methods` says which fields it reads.
 A field that its method does not read must stay None: otherwise one and the same run would have several keys.
+
+A user's own data are named by a path, `npz:PATH` or `folder:PATH`. A key must not depend on where a file lies, and must
+depend on what is in it: so the config also holds a digest of the content, and the canonical form has the digest and no
+path. The configs of named data sets have no digest, and their keys are what they were before own data existed.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import hashlib
 import json
 import math
 import numbers
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +32,8 @@ RECORD_VERSION = 1  # part of every key: raise it when the meaning of a config o
 
 DATASETS = ("cifar10", "digits", "svhn", "utkface", "utkface-age", "utkface-gender")
 PUBLIC_SETS = ("cifar100", "dead-leaves", "imagenet", "noise", "photos")
+OWN = ("npz", "folder")  # kinds of a user's own data: npz:PATH, folder:PATH
+DIGESTS = ("data_digest", "public_digest")
 
 
 def _field(doc: str, within: str | None = None, default: Any = dataclasses.MISSING) -> Any:
@@ -39,7 +46,7 @@ class RunConfig:
     """One training run. Ints are taken for float fields (and stored as floats); nothing else is converted."""
 
     method: str = _field("name of the method or ablation arm")
-    data: str = _field("private data set")
+    data: str = _field("private data set; npz:PATH and folder:PATH are your own")
     model: str = _field("network")
     epsilon: float = _field("privacy budget of the whole run", "(0, inf)")
     delta: float = _field("delta of the (epsilon, delta) guarantee", "(0, 1)", 1e-5)
@@ -53,7 +60,7 @@ class RunConfig:
     augment: bool = _field("random crops and flips, as the data set allows", None, False)
     ema: float = _field("decay of the weight average, warmed up as min(ema, (1+t)/(10+t))", "[0, 1)", 0.9999)
     evals: int = _field("evaluations, spread evenly over the run; the last is after step T", "[1, inf)", 5)
-    public: str | None = _field("public set; a+b takes equal parts of both, folder:PATH a folder of images", None, None)
+    public: str | None = _field("public set, also npz:PATH or folder:PATH; a+b takes equal parts of both", None, None)
     public_size: int | None = _field("number of public images", "[50, 5000]", None)
     C: float | None = _field("clipping threshold, in the space in which the method clips", "(0, inf)", None)
     lambda_safe: float | None = _field("clamping floor from the Euclidean safety bound", "(0, inf)", None)
@@ -68,18 +75,21 @@ class RunConfig:
     pt_steps: int | None = _field("DP-SGD-PT: steps of pre-training on the public set", "[1, inf)", None)
     pt_eta: float | None = _field("DP-SGD-PT: learning rate of pre-training", "(0, inf)", None)
     curvature_C: float | None = _field("private curvature: clip of a sample's contribution", "(0, inf)", None)
+    data_digest: str | None = _field("own data: digest of their content, found when not given", None, None)
+    public_digest: str | None = _field("own public images: digest of their content, found when not given", None, None)
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _typed(f, getattr(self, f.name)))
         method_of(self.method)  # an unknown name is an error
-        if self.data not in DATASETS:
-            raise unknown("data set", self.data, DATASETS)
+        if own_kind(self.data) is None and self.data not in DATASETS:
+            raise unknown("data set", self.data, [*DATASETS, *(f"{kind}:PATH" for kind in OWN)])
         models.find(self.model)  # an unknown name, or an impossible depth, is an error
         self._check_used()
         if self.public is not None:
             _check_public(self.public)
         self._check_sizes()
+        self._find_digests()
 
     def _check_used(self) -> None:
         """The method's fields are set, and no other method's."""
@@ -106,6 +116,21 @@ class RunConfig:
         if self.lambda_base is not None and self.lambda_base > self.lambda_safe:
             raise UsageError(f"lambda_base = {self.lambda_base} is above lambda_safe = {self.lambda_safe}")
 
+    def _find_digests(self) -> None:
+        """The digest of own data beside their path; none beside the name of a known data set."""
+        for name, field in zip(("data", "public"), DIGESTS, strict=True):
+            value, digest = getattr(self, name), getattr(self, field)
+            parts = [part for part in (value or "").split("+" if name == "public" else "\0") if own_kind(part)]
+            if not parts:
+                if digest is not None:
+                    raise UsageError(f"{field} = {digest!r}: {name} = {value!r} needs none, leave it out")
+            elif digest is None:
+                from dpngd.data import own  # late: named data sets need no numpy here
+
+                object.__setattr__(self, field, own.digest(parts, labelled=name == "data"))
+            elif not re.fullmatch(r"[0-9a-f]{16,64}", digest):
+                raise UsageError(f"{field} = {digest!r}: must be 16 to 64 hexadecimal digits")
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """A config from plain values; an unknown or a missing field is an error that names it."""
@@ -118,12 +143,20 @@ class RunConfig:
         return cls(**values)
 
     def replace(self, **changes: Any) -> RunConfig:
-        """This config with some fields changed, checked again."""
+        """This config with some fields changed, checked again. A digest goes with the data that it is of."""
+        for name, digest in zip(("data", "public"), DIGESTS, strict=True):
+            if name in changes:
+                changes = {digest: None, **changes}
         return self.from_dict({**dataclasses.asdict(self), **changes})
 
     def canonical(self) -> dict[str, Any]:
-        """The config as plain values, without the fields that are None: what is hashed and stored."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        """The config as plain values, without the fields that are None and without paths: what is hashed, stored."""
+        values = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        if self.data_digest:
+            values["data"] = without_path(self.data)
+        if self.public_digest:
+            values["public"] = "+".join(map(without_path, self.public.split("+")))
+        return values
 
     def key(self) -> str:
         """The name of the run's record: a hash of every field and of RECORD_VERSION."""
@@ -168,11 +201,35 @@ def in_interval(value: float, interval: str) -> bool:
     return above and below
 
 
+def own_kind(name: str | None) -> str | None:
+    """"npz" or "folder" for npz:PATH and folder:PATH, None for the name of a known data set."""
+    kind = (name or "").partition(":")
+    return kind[0] if kind[1] and kind[0] in OWN else None
+
+
+def own_parts(name: str) -> tuple[str, str, tuple[int, int]]:
+    """(kind, path, (height, width)) of npz:PATH, folder:PATH or folder:PATH@HxW.
+
+    The size is that to which the images of a folder are resized, 32x32 unless stated. A record's config has no path.
+    """
+    kind, _, path = name.partition(":")
+    size = re.fullmatch(r"(.*)@([1-9]\d{0,3})x([1-9]\d{0,3})", path) if kind == "folder" else None
+    return (kind, size[1], (int(size[2]), int(size[3]))) if size else (kind, path, (32, 32))
+
+
+def without_path(name: str) -> str:
+    """Own data as a record names them, by kind and size alone; any other name as it is."""
+    if own_kind(name) is None:
+        return name
+    kind, _, (height, width) = own_parts(name)
+    return f"{kind}:" if (height, width) == (32, 32) else f"{kind}:@{height}x{width}"
+
+
 def _check_public(name: str) -> None:
     parts = name.split("+")
     for part in parts:
-        folder = part.startswith("folder:") or "/" in part  # its loader says what is wrong with it
-        if not folder and part not in PUBLIC_SETS:
-            raise unknown("public set", part, [*PUBLIC_SETS, "folder:PATH"])
-    if len(set(parts)) < len(parts):
+        if own_kind(part) is None and part not in PUBLIC_SETS:
+            raise unknown("public set", part, [*PUBLIC_SETS, *(f"{kind}:PATH" for kind in OWN)])
+    named = [part for part in parts if own_kind(part) is None or own_parts(part)[1]]
+    if len(set(named)) < len(named):
         raise UsageError(f"public set {name!r} names a set twice")

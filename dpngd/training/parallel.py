@@ -1,7 +1,7 @@
 """Per-sample gradients on several cores: micro-batches side by side, each on one core.
 
 Small networks gain little from two threads inside every operation; two micro-batches at a time keep both cores busy
-(`python -m dpngd.bench` shows by how much). Each worker thread has a replica of the model that shares its parameters'
+(`dpngd bench` shows by how much). Each worker thread has a replica of the model that shares its parameters'
 memory, since a pass hangs hooks on the modules. Results come in order, and are those of one thread, bit for bit.
 """
 

@@ -1,6 +1,6 @@
 """One run: `run(config) -> Record`, the only training loop. It reads like Algorithm 2 of the paper.
 
-`python -m dpngd.train --method dp-ngd --data digits --public photos --epsilon 2` does one from the command line.
+`dpngd train --method dp-ngd --data digits --public photos --epsilon 2` does one from the command line.
 """
 
 from __future__ import annotations
@@ -86,10 +86,12 @@ def check_views(config: RunConfig) -> None:
 
 def load(config: RunConfig) -> tuple[Private, Public | None]:
     """The private and the public set of a run, checked to have no image in common."""
-    private = load_private(config.data, N=config.N, seed=config.seed, validation=config.validation)
+    private = load_private(config.data, N=config.N, seed=config.seed, validation=config.validation,
+                           digest=config.data_digest)
     if config.public is None:
         return private, None
-    public = load_public(config.public, config.public_size, seed=config.seed, shape=private.shape)
+    public = load_public(config.public, config.public_size, seed=config.seed, shape=private.shape,
+                         digest=config.public_digest)
     check_disjoint(private, public)
     return private, public
 
@@ -131,10 +133,3 @@ class Batches:
             x = to_float(x) if chosen is None else take_views(x, chosen[lo * self.K : (lo + size) * self.K],
                                                               pad=self.rule.pad)
             yield x, self.private.y_train[part].to(self.device)
-
-
-if __name__ == "__main__":
-    from dpngd.errors import exit_code
-    from dpngd.training.command import train_main
-
-    raise SystemExit(exit_code(train_main))

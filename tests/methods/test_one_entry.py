@@ -7,7 +7,7 @@ from dpngd import methods
 from dpngd.errors import UsageError
 from dpngd.geometry import Euclidean
 from dpngd.mechanism import GaussianMechanism
-from dpngd.suite import bench, figures
+from dpngd.suite import command, figures
 from dpngd.suite.runs import Runs
 from dpngd.training import models
 from dpngd.training.config import RunConfig
@@ -46,7 +46,7 @@ def test_a_method_added_at_run_time_trains_is_timed_and_drawn(halved, capsys):
     assert half.train_loss == pytest.approx(whole.train_loss, rel=1e-5)  # half the map is half the rate
     assert half.privacy["sigma"] == whole.privacy["sigma"]
 
-    assert bench.main(["--models", "small", "--batch", "4", "--repeats", "1", "--public", "60", "--threads", "1",
+    assert command.bench(["--models", "small", "--batch", "4", "--repeats", "1", "--public", "60", "--threads", "1",
                        "--no-memory", "--quiet", "--contenders", "halved", "dp-sgd"]) == 0
     assert "halved" in capsys.readouterr().out
 

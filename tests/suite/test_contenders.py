@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dpngd.errors import UsageError
-from dpngd.suite import bench
+from dpngd.suite import bench, command
 from dpngd.suite.bench import DEFAULT_CONTENDERS, NotApplicable
 
 FAST = ["--models", "small", "--batch", "6", "--repeats", "2", "--public", "60", "--threads", "1", "--no-memory",
@@ -19,7 +19,7 @@ def small(K=1):
 
 
 def test_every_contender_is_timed_by_default_and_has_a_ratio(capsys):
-    assert bench.main([*FAST, "--json"]) == 0
+    assert command.bench([*FAST, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     rows = report["models"]["small"]["contenders"]
     assert set(rows) == set(DEFAULT_CONTENDERS)
@@ -35,14 +35,14 @@ def test_every_contender_is_timed_by_default_and_has_a_ratio(capsys):
 
 
 def test_a_refresh_is_amortised_over_T_cur_steps_of_the_given_batch(capsys):
-    bench.main([*FAST, "--contenders", "gep", "--t-cur", "2", "--amortise-batch", "12", "--json"])
+    command.bench([*FAST, "--contenders", "gep", "--t-cur", "2", "--amortise-batch", "12", "--json"])
     row = json.loads(capsys.readouterr().out)["models"]["small"]["contenders"]["gep"]
     assert row["curvature"] == pytest.approx(row["refresh"] * 6 / (2 * 12))
 
 
 def test_what_cannot_run_is_left_out_and_the_table_says_why(monkeypatch, capsys):
     monkeypatch.setattr(bench, "GEP_GIB", 1e-3)
-    assert bench.main([*FAST, "--contenders", "gep", "opacus-ghost", "dp-sgd", "--K", "2"]) == 0
+    assert command.bench([*FAST, "--contenders", "gep", "opacus-ghost", "dp-sgd", "--K", "2"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^gep {15}not run: its basis needs 0\.\d GiB, more than the benchmark's 0\.001$", text, re.M)
     assert "opacus-ghost      not run: ghost clipping keeps no per-view gradients to average" in text
@@ -81,11 +81,11 @@ def test_a_step_changes_the_contenders_own_model_only(name, K, monkeypatch):
 
 def test_unknown_contenders_and_impossible_numbers_are_errors():
     with pytest.raises(UsageError, match="unknown contender 'adadp': did you mean 'adadps'"):
-        bench.main(["--contenders", "adadp"])
+        command.bench(["--contenders", "adadp"])
     with pytest.raises(UsageError, match="--public is 0"):
-        bench.main([*FAST[:6], "--public", "0"])
+        command.bench([*FAST[:6], "--public", "0"])
 
 
 def test_peak_memory_of_gep_is_measured_in_a_process_of_its_own(capsys):
-    bench.main([*FAST[:-2], "--quiet", "--contenders", "gep", "--json"])
+    command.bench([*FAST[:-2], "--quiet", "--contenders", "gep", "--json"])
     assert json.loads(capsys.readouterr().out)["models"]["small"]["contenders"]["gep"]["peak_mib"] > 0

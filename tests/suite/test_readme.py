@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dpngd.__main__ import COMMANDS
 from dpngd.suite import profiles
 from dpngd.suite.report import markdown
 
@@ -27,9 +28,13 @@ def test_the_opacus_example_runs_and_learns():
 def test_the_commands_it_names_exist():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     assert {"figures", "test"} <= set(re.findall(r"^ {4}make ([a-z]+)", README, re.M)) <= targets
-    for module in set(re.findall(r"python -m (dpngd[.\w]+\w)", README)):
-        done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
-        assert done.returncode == 0, (module, done.stderr)
+    named = {tuple(words.split()) for words in re.findall(r"(?:bin/|`)dpngd ([a-z]+(?: (?:status|fetch|show|config|"
+                                                           r"curvature|methods)\b)?)", README)}
+    assert {words[0] for words in named} == set(COMMANDS), "the README names every command, and no other"
+    for words in named:
+        done = subprocess.run([sys.executable, "-m", "dpngd", *words, "--help"], capture_output=True, text=True)
+        assert done.returncode == 0, (words, done.stderr)
+    assert "python -m dpngd." not in README, "modules are no commands"
 
 
 def test_the_number_of_the_papers_runs_is_counted():

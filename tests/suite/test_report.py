@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from dpngd.errors import UsageError
-from dpngd.suite import claims, paths, report, study
+from dpngd.suite import claims, command, paths, report, study
 from dpngd.suite.store import Store
 
 SHIPPED = paths.FIGURES / "cpu"
@@ -90,9 +90,9 @@ def test_an_empty_folder_is_an_error(tmp_path):
 
 def test_the_command_takes_a_profile():
     with pytest.raises(UsageError, match="profile"):
-        report.main([])
+        command.report([])
     with pytest.raises(UsageError, match=r"unknown profile 'quik'.*did you mean 'quick'"):
-        report.main(["quik"])
+        command.report(["quik"])
 
 
 def test_the_shipped_figures_are_whole():

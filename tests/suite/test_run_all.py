@@ -10,8 +10,8 @@ import nbformat
 import pytest
 
 from dpngd.errors import UsageError
+from dpngd.suite import command, paths, profiles, run, study
 from dpngd.suite import execute as execution
-from dpngd.suite import paths, profiles, run, study
 from dpngd.suite.execute import KERNEL, clean, execute, read_notebook
 from dpngd.suite.store import Store
 
@@ -36,8 +36,9 @@ _ = pathlib.Path(os.environ["DPNGD_FIGURES"], "x.json").write_text(json.dumps(tr
     (["--only", "utility"], "valid are 00_geometry, 01_utility_table"),
     (["--param", "epsilon=[1]"], "unknown parameter 'epsilon': did you mean 'epsilons'? valid are datasets, epsilons"),
     (["--param", "epsilons"], "write it as name=value"),
-    (["--param", "train=false"], "run_all has an option for it"),
+    (["--param", "train=false"], "there is an option for it, --train"),
     (["--param", "seeds=3"], "seeds = 3: give a list"),
+    (["--param", "datasets=[cifar10]"], "the profile quick has no settings for cifar10, only for digits"),
     (["--param", "methods=[dp-sdg]"], "unknown method 'dp-sdg': did you mean 'dp-sgd'?"),
     (["--jobs", "0"], "--jobs is 0"),
     (["--timeout", "0"], "--timeout is 0"),
@@ -45,7 +46,7 @@ _ = pathlib.Path(os.environ["DPNGD_FIGURES"], "x.json").write_text(json.dumps(tr
 def test_usage_errors_come_before_any_work(argv, message, monkeypatch):
     monkeypatch.setattr(run, "train_missing", lambda *a: pytest.fail("trained"))
     with pytest.raises(UsageError) as error:
-        run.main(argv)
+        command.run(argv)
     assert message in str(error.value)
 
 
@@ -62,8 +63,8 @@ def test_notebooks_by_name_number_or_file():
 
 
 def test_custom_parameters_do_not_overwrite_the_profiles_figures():
-    assert run.parse(["-p", "epsilons=[2]"]).output.name == "quick-custom"
-    assert run.parse([]).output == paths.ROOT / "figures" / "quick"
+    assert run.check(command.run_arguments(["-p", "epsilons=[2]"])).output.name == "quick-custom"
+    assert run.check(command.run_arguments([])).output == paths.ROOT / "figures" / "quick"
 
 
 def test_a_notebook_runs_with_its_parameters_and_leaves_a_clean_copy(tmp_path):
@@ -138,7 +139,7 @@ def test_failures_are_collected_and_make_the_exit_code_1(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(run, "execute", fake)
     monkeypatch.setattr(run, "train_missing", lambda *a: ["2 of 9 runs failed, the others are stored:"])
-    code = run.main(["--only", "05", "06", "--output", str(tmp_path / "out")])
+    code = command.run(["--only", "05", "06", "--output", str(tmp_path / "out")])
     said = capsys.readouterr()
     assert code == 1
     assert ran == ["05_wallclock_overhead", "06_hyperparameter_robustness"]

@@ -34,35 +34,39 @@ def shipped(computed, tmp_path):
     return make
 
 
-def test_runs_come_out_again(shipped, capsys):
-    assert spotcheck.check(shipped(), 2, 0, 1)
-    out = capsys.readouterr().out
+def test_runs_come_out_again(shipped):
+    found = spotcheck.check(shipped(), 2, 0, 1)
+    assert found["good"]
+    out = spotcheck.table(found)
     assert out.count("the same to the last bit") == 2
     assert "verdicts changed: none" in out
 
 
-def test_a_number_that_was_changed_is_found(shipped, capsys):
+def test_a_number_that_was_changed_is_found(shipped):
     def change(record):
         record["train_loss"][1] += 1e-9
-    assert not spotcheck.check(shipped(change), 2, 0, 1)
-    assert capsys.readouterr().out.count("differs in train_loss") == 2
+    found = spotcheck.check(shipped(change), 2, 0, 1)
+    assert not found["good"]
+    assert spotcheck.table(found).count("differs in train_loss") == 2
 
 
-def test_another_machine_may_round_otherwise(shipped, capsys):
+def test_another_machine_may_round_otherwise(shipped):
     def change(record):
         record["train_loss"][1] += 1e-9
         record["where"]["rounding"] = "another"
-    assert spotcheck.check(shipped(change), 1, 0, 1)
-    assert "differs in train_loss (another machine)" in capsys.readouterr().out
+    found = spotcheck.check(shipped(change), 1, 0, 1)
+    assert found["good"]
+    assert "differs in train_loss (another machine)" in spotcheck.table(found)
 
 
-def test_the_name_of_a_processor_does_not_make_it_the_same_machine(shipped, capsys):
+def test_the_name_of_a_processor_does_not_make_it_the_same_machine(shipped):
     """Records from before the digest: two machines called alike did round differently."""
     def change(record):
         record["train_loss"][1] += 1e-9
         del record["where"]["rounding"]
-    assert spotcheck.check(shipped(change), 1, 0, 1)
-    assert "(another machine)" in capsys.readouterr().out
+    found = spotcheck.check(shipped(change), 1, 0, 1)
+    assert found["good"]
+    assert "(another machine)" in spotcheck.table(found)
 
 
 def test_the_digest_of_rounding_is_of_numbers(monkeypatch):
@@ -85,3 +89,27 @@ def test_which_runs_depends_on_the_seed_alone(shipped):
 def test_nothing_to_check(tmp_path):
     with pytest.raises(UsageError, match="quick ships no results"):
         spotcheck.draw(Store("quick", results=tmp_path), 1, 0)
+
+
+def test_only_runs_whose_data_are_here_are_drawn(shipped, monkeypatch, capsys):
+    store = shipped()
+    elsewhere = {k: {**r, "config": {**r["config"], "data": "utkface-age"}} for k, r in store.shipped.items()}
+    mine = next(iter(store.shipped))
+    monkeypatch.setattr(spotcheck, "missing_data", lambda names: sorted(names))
+    store.shipped.update({k: r for k, r in elsewhere.items() if k != mine})
+    assert [r["key"] for r in spotcheck.draw(store, 1, 0)] == [mine]
+    assert "1 of 2 shipped runs can be trained here; the others need utkface" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=r"take from 1 to the 1 that are shipped \(others need utkface, not found\)"):
+        spotcheck.draw(store, 2, 0)
+    store.shipped.update(elsewhere)
+    with pytest.raises(UsageError, match="none of the 2 shipped runs can be trained here: utkface not found"):
+        spotcheck.draw(store, 1, 0)
+
+
+def test_missing_data_are_found_without_a_download(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPNGD_DATA", str(tmp_path))
+    monkeypatch.setattr("dpngd.data.sources.folders", lambda root=None: [tmp_path])
+    assert spotcheck.needs({"data": "utkface-age", "public": "cifar100+photos"}) == {"utkface", "cifar100"}
+    assert spotcheck.needs({"data": "digits"}) == set()
+    assert spotcheck.missing_data({"utkface", "cifar100"}) == ["cifar100", "utkface"]
+    assert list(tmp_path.iterdir()) == []

@@ -198,7 +198,7 @@ def test_lines_come_back_as_they_were(values):
 def test_a_store_that_is_a_file_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DPNGD_STORE", str(tmp_path / "file"))
-    with pytest.raises(UsageError, match=r"^the store .*file is a file: set DPNGD_STORE to a folder$"):
+    with pytest.raises(UsageError, match=r"^the store .* cannot be used: .*file is not a folder; set DPNGD_STORE to"):
         Store("quick")
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from dpngd.errors import UsageError
-from dpngd.suite import params, paths, tables, tuning
+from dpngd.suite import command, params, paths, tables, tuning
 from dpngd.suite.profiles import load, profile_names
 from dpngd.suite.runs import Runs
 from dpngd.suite.store import Store
@@ -95,7 +95,7 @@ def test_winners_at_the_edge_of_their_grid_are_named(mine, capsys):
     profile = load("mine")
     assert tuning.edges(profile, "dp-sgd", "cifar10") == [], "rate 1 of 0.5, 1, 2; two values of T have no inside"
     assert tuning.edges(profile, "dp-ngd", "cifar10") == ["rate"]
-    assert tuning.main(["mine", "--show"]) == 0
+    assert command.tune(["mine", "--show"]) == 0
     out = capsys.readouterr().out
     assert "lambda_safe=0.09; at the edge of its grid: rate" in out
     assert out.count("edge") == 2  # GEP's too

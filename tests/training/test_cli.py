@@ -1,4 +1,4 @@
-"""`python -m dpngd.train`: options, errors in one line, the table and the JSON."""
+"""`dpngd train`: options, errors in one line, the table and the JSON."""
 
 import json
 import os
@@ -7,20 +7,20 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from dpngd.errors import exit_code
 from dpngd.methods import METHODS
 from dpngd.suite import profiles
-from dpngd.training import command
-from dpngd.training.command import parse, summary, train_main, with_defaults
-from dpngd.training.config import FIELDS
+from dpngd.training.command import main, parse, summary, with_defaults
+from dpngd.training.config import DIGESTS, FIELDS
 from dpngd.training.train import run
 
 FAST = ["--T", "3", "--B", "64", "--evals", "1", "--quiet"]
 
 
 def python(*options):
-    return subprocess.run([sys.executable, "-m", "dpngd.training.train", *options], capture_output=True, text=True,
+    return subprocess.run([sys.executable, "-m", "dpngd", "train", *options], capture_output=True, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -40,12 +40,12 @@ def test_one_run_from_the_command_line_with_its_bar_and_table():
 
 def test_json_is_the_whole_record(capsys):
     options = ["--method", "dp-ngd-private-20", "--public_size", "60"]
-    assert train_main(["--method", "dp-ngd-private-20", "--json", *FAST]) == 0
+    assert main(["--method", "dp-ngd-private-20", "--json", *FAST]) == 0
     record = json.loads(capsys.readouterr().out)
     config, _ = parse(["--method", "dp-ngd-private-20", *FAST])
     assert record["key"] == config.key()
     assert [part["purpose"] for part in record["privacy"]["parts"]] == ["gradients", "curvature"]
-    assert exit_code(lambda: train_main(options)) == 2  # this arm has no public set
+    assert exit_code(lambda: main(options)) == 2  # this arm has no public set
     assert "dp-ngd-private-20 does not use it" in capsys.readouterr().err
 
 
@@ -70,11 +70,16 @@ def test_json_is_the_whole_record(capsys):
         (["dp-ngd"], "unexpected argument 'dp-ngd': options start with --"),
         (["--augment"], "digits has no views that keep its labels"),
         (["--B", "2000"], "B = 2000 is more than the 1437 private training samples"),
+        (["--method", "gep", "--gep-directions", "999999"], "so at most public_size = 500"),
+        (["--data", "npz:"], "'npz:' names no path: write npz:PATH"),
+        (["--data", "folder:"], "'folder:' names no path: write folder:PATH"),
+        (["--public", "folder:"], "'folder:' names no path: write folder:PATH"),
+        (["--public", "npz:not-here.npz"], "not-here.npz: there is no such file"),
         (["--lambda_base", "7"], "lambda_base = 7.0 is above lambda_safe"),
     ],
 )
 def test_bad_options_exit_2_with_one_line(capsys, options, message):
-    assert exit_code(lambda: train_main([*options, "--quiet"])) == 2
+    assert exit_code(lambda: main([*options, "--quiet"])) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
@@ -99,7 +104,7 @@ def test_help_names_every_field_and_method(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     text = capsys.readouterr().out
-    assert all(f"--{name}" in text for name in FIELDS)
+    assert all((f"--{name}" in text) == (name not in DIGESTS) for name in FIELDS)
     assert all(f"  {name} " in text for name in METHODS)
 
 
@@ -121,9 +126,9 @@ def test_what_follows_from_an_option_follows_from_the_given_one():
 
 def test_threads_are_set(monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(command.torch, "set_num_threads", seen.append)
-    train_main(["--method", "dp-sgd", "--threads", "1", *FAST])
-    assert seen == [1]
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    main(["--method", "dp-sgd", "--threads", "1", *FAST])
+    assert seen[0] == 1  # the first: `record.rounding` sets threads of its own, once per process
     assert "seconds" in capsys.readouterr().out
 
 

@@ -146,8 +146,7 @@ def test_an_int_is_a_float_where_one_is_meant():
 
 
 def test_folders_and_deeper_networks_are_allowed():
-    assert make(public="some/folder").public == "some/folder"
-    assert make(public="photos+folder:here").public == "photos+folder:here"
+    assert make(public="photos+folder:here", public_digest="0" * 32).public == "photos+folder:here"
     assert make(model="wrn-22-8").model == "wrn-22-8"
     assert make(model="resnet-32").model == "resnet-32"
 
@@ -171,6 +170,12 @@ OTHER = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_key_depends_on_every_field(name):
+    if name in config.DIGESTS:
+        own = make(data="npz:x", data_digest="0" * 32, public="folder:y", public_digest="0" * 32)
+        assert own.replace(**{name: "1" * 32}).key() != own.key()
+        with pytest.raises(UsageError, match=f"^{name} = .* needs none, leave it out"):
+            make(**{name: "0" * 32})
+        return
     method = next(m for m in ("dp-ngd", *METHODS) if name not in METHOD_FIELDS or name in METHODS[m].uses)
     base = make(method, augment=name != "augment", K=1)
     assert base.replace(**{name: OTHER[name]}).key() != base.key()

@@ -1,0 +1,192 @@
+"""The arguments of the suite's commands: `dpngd run, tune, bench, report, show, spotcheck`.
+
+Each function parses its arguments, checks what needs no work to check, and imports the module that does the work after
+that: `--help` and most errors load neither torch nor pandas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from dpngd.errors import Parser, UsageError
+
+PROFILE = "a profile, params/<profile>.yaml: quick, cpu or paper, or one of your own"
+
+
+def run(argv: list[str] | None = None, prog: str = "dpngd run") -> int:
+    args = run_arguments(argv, prog)
+    from dpngd.suite.run import main
+
+    return main(args)
+
+
+def run_arguments(argv: list[str] | None = None, prog: str = "dpngd run") -> argparse.Namespace:
+    """The options of `dpngd run` and run_all.py, with the profile loaded."""
+    p = Parser(prog=prog, description="Every table and figure of the paper, ours beside it.")
+    p.add_argument("--profile", default="quick", help=f"{PROFILE} (default quick)")
+    p.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="some notebooks only, by name or number")
+    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs and notebooks at a time (default: the cores)")
+    p.add_argument("--train", action="store_true", help="train missing runs even where the profile ships results")
+    p.add_argument("--refresh", action="store_true", help="forget stored and shipped runs, and train all of them")
+    p.add_argument("--list", action="store_true", help="show runs, sigmas, steps and hours; train nothing")
+    p.add_argument("--export", action="store_true", help="ship the runs there are: write results/<profile>.jsonl")
+    p.add_argument("--html", action="store_true", help="also write each executed notebook as HTML")
+    p.add_argument("--timeout", type=float, default=1200.0, metavar="SECONDS", help="limit per notebook (default 1200)")
+    p.add_argument("-p", "--param", action="append", default=[], metavar="NAME=VALUE",
+                   help="a notebook parameter (methods, datasets, epsilons or seeds) as YAML, such as epsilons=[2,4]; "
+                        "writes to figures/<profile>-custom/")
+    p.add_argument("--output", type=Path, help=argparse.SUPPRESS)  # for tests
+    args = p.parse_args(argv)
+    need_checkout(prog)
+    at_least_1("--jobs", args.jobs)
+    if not args.timeout > 0:
+        raise UsageError(f"--timeout is {args.timeout:g}: it must be above 0 seconds")
+    from dpngd.suite import profiles
+
+    args.profile = profiles.load(args.profile)
+    return args
+
+
+def tune(argv: list[str] | None = None) -> int:
+    p = Parser(prog="dpngd tune", description="The grid search of a profile: run the trials that are missing, write "
+                                              "what won to params/tuned/<profile>.yaml.")
+    p.add_argument("profile", help=PROFILE)
+    p.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
+    p.add_argument("--show", action="store_true", help="run and write nothing, show what won so far")
+    args = p.parse_args(argv)
+    need_checkout("dpngd tune")
+    at_least_1("--jobs", args.jobs)
+    from dpngd.suite import profiles
+
+    profiles.load(args.profile)
+    from dpngd.suite.tuning import main
+
+    return swept(lambda: main(args))
+
+
+def bench(argv: list[str] | None = None) -> int:
+    p = Parser(prog="dpngd bench", description="Seconds per training step, every contender interleaved in one run.")
+    p.add_argument("--models", nargs="+", default=["resnet-20", "wrn-10-1", "wrn-16-4"], metavar="MODEL")
+    p.add_argument("--contenders", nargs="+", metavar="NAME",
+                   help="plain, opacus-hooks, a method, ... (default: all; an unknown name lists them)")
+    p.add_argument("--batch", type=int, help="samples per step (default 256; 64 for wrn-16-4)")
+    p.add_argument("--K", type=int, default=1, help="views per sample (augmentation multiplicity)")
+    p.add_argument("--repeats", type=int, default=9, help="rounds (default 9)")
+    p.add_argument("--threads", type=int, help="torch threads (default: torch's)")
+    p.add_argument("--public", type=int, default=500, help="public images per curvature refresh (default 500)")
+    p.add_argument("--t-cur", type=int, default=8, help="steps between refreshes (default 8)")
+    p.add_argument("--amortise-batch", type=int, default=1024,
+                   help="samples per step when amortising the refresh (default 1024)")
+    p.add_argument("--floor", type=float, default=0.025, help="lambda_t at which DP-NGD is timed (default 0.025)")
+    p.add_argument("--micro-batch", type=int, help="views worked on at once, ours (default: as in training)")
+    p.add_argument("--no-memory", action="store_true", help="skip the memory measurement")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.add_argument("--peak-of", help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    for name, value in vars(args).items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            at_least_1(f"--{name.replace('_', '-')}", value)
+    if not args.floor > 0:
+        raise UsageError(f"--floor is {args.floor}: it must be positive")
+    from dpngd.suite.bench import main
+
+    return main(args)
+
+
+def report(argv: list[str] | None = None) -> int:
+    p = Parser(prog="dpngd report", description="Write figures/<profile>/index.html and claims.json again, from what "
+                                                "the notebooks left there.")
+    p.add_argument("profile", nargs="?", help=PROFILE)
+    instead = p.add_mutually_exclusive_group()
+    instead.add_argument("--markdown", action="store_true", help="print the claims table instead, and write nothing")
+    instead.add_argument("--readme", action="store_true", help="put the claims table into README.md instead")
+    instead.add_argument("--json", action="store_true", help="print the claims as JSON instead, and write nothing")
+    instead.add_argument("--notebooks", nargs="*", metavar="NAME",
+                         help="instead execute the notebooks (all, or those named) with their default parameters, and "
+                              "store the outputs of their check cells in notebooks/")
+    args = p.parse_args(argv)
+    need_checkout("dpngd report")
+    if args.notebooks is None:
+        if args.profile is None:
+            raise UsageError("name a profile, for example: dpngd report quick")
+        from dpngd.suite import profiles
+
+        profiles.load(args.profile)
+    elif args.profile is not None:
+        raise UsageError(f"unexpected argument {args.profile!r}: --notebooks runs with each notebook's own profile")
+    from dpngd.suite.report import main
+
+    return main(args)
+
+
+def spotcheck(argv: list[str] | None = None) -> int:
+    p = Parser(prog="dpngd spotcheck", description="Train some shipped runs of a profile again, and compare.")
+    p.add_argument("profile", help=PROFILE)
+    p.add_argument("--runs", type=int, default=5, help="how many (default 5)")
+    p.add_argument("--seed", type=int, default=0, help="which ones (default 0)")
+    p.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    args = p.parse_args(argv)
+    need_checkout("dpngd spotcheck")
+    at_least_1("--jobs", args.jobs)
+    from dpngd.suite import profiles
+
+    profiles.load(args.profile)
+    from dpngd.suite.spotcheck import main
+
+    return swept(lambda: main(args))
+
+
+def show(argv: list[str] | None = None) -> int:
+    from dpngd.training.command import add_fields
+
+    p = Parser(prog="dpngd show", description="What a run is made of, before it is run.")
+    commands = p.add_subparsers(dest="command", required=True, metavar="config|curvature|methods")
+    config = commands.add_parser("config", help="the config of a run as resolved, and where each value comes from")
+    add_fields(config)
+    curvature = commands.add_parser("curvature", help="the spectrum of F at theta_0, and the floor that it suggests")
+    curvature.add_argument("--model", default="small", help="network (default small)")
+    curvature.add_argument("--public", default="noise", help="public images, as of `dpngd train` (default noise)")
+    curvature.add_argument("--public-size", type=int, default=500, help="how many (default 500)")
+    curvature.add_argument("--data", help="take the shape and the classes of this private set; its images are not used")
+    curvature.add_argument("--shape", nargs=3, type=int, metavar=("C", "H", "W"), help="or this one (default 3 32 32)")
+    curvature.add_argument("--classes", type=int, help="classes (default 10)")
+    curvature.add_argument("--lambda-safe", type=float, help="a floor of yours to compare: directions above it")
+    curvature.add_argument("--seed", type=int, default=0, help="of weights, public images and labels (default 0)")
+    methods = commands.add_parser("methods", help="the methods: what each is and the fields that it reads")
+    for command in (config, curvature, methods):
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+    args = p.parse_args(argv)
+    from dpngd.suite.show import main
+
+    return main(args)
+
+
+def need_checkout(command: str) -> None:
+    """Raise where the package was installed without the files of the repository."""
+    from dpngd.files import checkout
+
+    if checkout() is None:
+        raise UsageError(f"{command} needs a checkout of the repository (its params/, notebooks/ and results/), and "
+                         "this dpngd was installed without one: clone it and `pip install --editable .` there")
+
+
+def at_least_1(option: str, value: int | None) -> None:
+    if value is None or value < 1:
+        raise UsageError(f"{option} is {value}: it must be at least 1")
+
+
+def swept(main: Callable[[], int]) -> int:
+    """Run `main`; runs that failed are named on stderr, one line each, and the exit code is 1."""
+    from dpngd.suite.sweep import SweepError
+
+    try:
+        return main()
+    except SweepError as error:
+        print(error, file=sys.stderr)
+        return 1
