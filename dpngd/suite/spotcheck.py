@@ -81,7 +81,7 @@ def verdicts(profile: profiles.Profile, records: Mapping[str, dict]) -> dict[str
             if claim.source != "theory" and not claim.timed}
 
 
-def check(store: Store, runs: int, seed: int, jobs: int) -> dict[str, Any]:
+def train_again(store: Store, runs: int, seed: int, jobs: int) -> dict[str, Any]:
     """The drawn runs, trained again: `good` where each is the same (on the same machine) and every verdict stays."""
     drawn, profile = draw(store, runs, seed), store.profile
     configs = [RunConfig.from_dict(r["config"]) for r in drawn]
@@ -116,6 +116,6 @@ def percent(accuracy: float | None) -> str:
 
 def main(args: argparse.Namespace) -> int:
     """Check, and print a line per run or one JSON object; the exit code is 1 where something differs."""
-    found = check(Store(args.profile), args.runs, args.seed, args.jobs)
+    found = train_again(Store(args.profile), args.runs, args.seed, args.jobs)
     print(json.dumps(found, indent=1, ensure_ascii=False) if args.json else table(found))
     return 0 if found["good"] else 1

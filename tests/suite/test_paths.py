@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dpngd.errors import UsageError
-from dpngd.suite import paths, run
+from dpngd.suite import paths
 from dpngd.suite.params import published
 from dpngd.suite.store import Store
 
@@ -25,7 +25,8 @@ def hook(event, args):
 sys.addaudithook(hook)
 for name in sys.argv[2:]:
     importlib.import_module(name)
-inside = [p for p in read if p.startswith(sys.argv[1] + os.sep) and "__pycache__" not in p]
+inside = [p for p in read if p.startswith(sys.argv[1] + os.sep) and "__pycache__" not in p
+          and "site-packages" not in p and ".egg-info" not in p]
 print(json.dumps([p for p in inside if not p.endswith((".py", ".pyc")) and os.path.isfile(p)]))
 """
 
@@ -50,7 +51,7 @@ def test_without_a_checkout_one_line_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(paths, "checkout", lambda: None)
     monkeypatch.delenv("DPNGD_STORE", raising=False)
     published.cache_clear()
-    for call in (lambda: run.main([]), lambda: Store("cpu"), published, lambda: paths.NOTEBOOKS):
+    for call in (lambda: Store("cpu"), published, lambda: paths.NOTEBOOKS):
         with pytest.raises(UsageError, match=r"^this needs a checkout of dpngd \(its [.\w]+\): clone") as error:
             call()
         assert "\n" not in str(error.value)
@@ -78,7 +79,7 @@ def test_no_two_things_of_the_suite_have_one_name():
                 if not name.startswith("_"):
                     found[name].append(path.stem)
     twice = {name: where for name, where in found.items() if len(where) > 1}
-    assert set(twice) <= {"main", "parse"}, twice  # the entry points of commands
+    assert set(twice) <= {"main"}, twice  # the entry points of commands
 
 
 def test_only_one_module_computes_paths():

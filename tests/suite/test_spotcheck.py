@@ -35,7 +35,7 @@ def shipped(computed, tmp_path):
 
 
 def test_runs_come_out_again(shipped):
-    found = spotcheck.check(shipped(), 2, 0, 1)
+    found = spotcheck.train_again(shipped(), 2, 0, 1)
     assert found["good"]
     out = spotcheck.table(found)
     assert out.count("the same to the last bit") == 2
@@ -45,7 +45,7 @@ def test_runs_come_out_again(shipped):
 def test_a_number_that_was_changed_is_found(shipped):
     def change(record):
         record["train_loss"][1] += 1e-9
-    found = spotcheck.check(shipped(change), 2, 0, 1)
+    found = spotcheck.train_again(shipped(change), 2, 0, 1)
     assert not found["good"]
     assert spotcheck.table(found).count("differs in train_loss") == 2
 
@@ -54,7 +54,7 @@ def test_another_machine_may_round_otherwise(shipped):
     def change(record):
         record["train_loss"][1] += 1e-9
         record["where"]["rounding"] = "another"
-    found = spotcheck.check(shipped(change), 1, 0, 1)
+    found = spotcheck.train_again(shipped(change), 1, 0, 1)
     assert found["good"]
     assert "differs in train_loss (another machine)" in spotcheck.table(found)
 
@@ -64,7 +64,7 @@ def test_the_name_of_a_processor_does_not_make_it_the_same_machine(shipped):
     def change(record):
         record["train_loss"][1] += 1e-9
         del record["where"]["rounding"]
-    found = spotcheck.check(shipped(change), 1, 0, 1)
+    found = spotcheck.train_again(shipped(change), 1, 0, 1)
     assert found["good"]
     assert "(another machine)" in spotcheck.table(found)
 
