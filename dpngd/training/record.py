@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -55,12 +56,21 @@ def where() -> dict:
 
     return {
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        **versions(),
         "cpu": cpu(), "rounding": rounding(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1), "system": platform.system(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "commit": commit(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Of those of PACKAGES that are installed: a run needs no torchvision unless it downloads."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 @functools.cache
