@@ -70,7 +70,7 @@ from dpngd.errors import UsageError, unknown
 ACCOUNTANTS = ("prv", "rdp")
 
 TOLERANCE = 1e-3  # a calibrated epsilon is at most this far below its target (relative to targets below 1)
-EPSILON_MAX = 200.0  # the largest target
+EPSILON_MIN, EPSILON_MAX = 1e-3, 200.0  # targets that are accepted
 
 Parts = tuple[tuple[float, int], ...]  # (sigma, releases) of each kind of release; all at the same q
 
@@ -261,6 +261,8 @@ def _target(
     epsilon, delta, q, T = _positive("epsilon", epsilon), _delta(delta, accountant), _q(q), _count("T", T)
     if epsilon > EPSILON_MAX:
         raise UsageError(f"epsilon={epsilon:g} must be at most {EPSILON_MAX:g}: a larger one is no privacy guarantee")
+    if epsilon < EPSILON_MIN:
+        raise UsageError(f"epsilon={epsilon:g} must be at least {EPSILON_MIN:g}: the accountant does not resolve less")
     if N is not None and delta * _count("N", N) >= 1:
         raise UsageError(f"delta={delta:g} must be below 1/N = {1 / N:g} for N={N} samples")
     drawn = 1.0 if q == 1 else -math.expm1(T * math.log1p(-q))

@@ -250,7 +250,7 @@ def test_a_split_budget_composes_to_no_more_than_the_whole(epsilon, delta, fract
         ({"epsilon": "one"}, "epsilon='one' is not a number"),
         ({"epsilon": None}, "epsilon=None is not a number"),
         ({"epsilon": 201}, "epsilon=201 must be at most 200"),
-        ({"epsilon": 1e-5}, "PRV needs a grid|no sigma found"),
+        ({"epsilon": 1e-5}, "epsilon=1e-05 must be at least 0.001"),
         ({"delta": 0}, "delta=0 must be above 0"),
         ({"delta": 1}, "delta=1 must be below 1"),
         ({"delta": 1e-3}, "delta=0.001 must be below 1/N = 0.001 for N=1000"),

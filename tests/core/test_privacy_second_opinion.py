@@ -1,10 +1,10 @@
 """The accounting against dp-accounting's privacy loss distributions, which share no code with ours or Opacus's.
 
 Its pessimistic estimate (connect the dots) is within a few tenths of a percent of the truth at these meshes; its
-optimistic one rounds losses down, which costs up to T h.
+optimistic one rounds losses down, which costs up to T h and is too much at T = 10^6. So we must also not be more than
+1% below the pessimistic one.
 """
 
-import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
 
@@ -17,19 +17,25 @@ EVERY = 8  # of the profiles' settings one in this many, to stay within half a m
 
 def theirs(parts, q, delta, epsilon, pessimistic):
     T = sum(n for _, n in parts)
-    h = float(np.clip(0.02 * epsilon / (T**0.5 if pessimistic else T), 2e-5, 1e-2))
+    small = min(sigma for sigma, _ in parts) < 0.5  # the loss is wide, and a fine mesh slow
+    h = 0.02 * epsilon / T**0.5 if pessimistic else max(0.02 * epsilon / T, epsilon / 5000 if small else 2e-5)
     whole = None
     for sigma, n in parts:
         loss = privacy_loss_distribution.from_gaussian_mechanism(
             sigma, pessimistic_estimate=pessimistic, value_discretization_interval=h, sampling_prob=q,
             use_connect_dots=pessimistic).self_compose(n)
         whole = loss if whole is None else whole.compose(loss)
-    return whole.get_epsilon_for_delta(delta)
+    try:
+        return whole.get_epsilon_for_delta(delta)
+    except OverflowError:  # rounded down 10^6 times, losses are so negative that their exponential overflows
+        assert not pessimistic
+        return 0.0
 
 
 def check(parts, q, delta):
     ours = privacy._bound(parts, q, delta, "prv")
-    assert theirs(parts, q, delta, ours, False) <= ours <= 1.02 * theirs(parts, q, delta, ours, True)
+    upper = theirs(parts, q, delta, ours, True)
+    assert max(theirs(parts, q, delta, ours, False), 0.99 * upper) <= ours <= 1.02 * upper
     return ours
 
 
