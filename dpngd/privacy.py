@@ -573,7 +573,8 @@ def _compose(steps: list[tuple[int, int, np.ndarray, float]], h: float, delta: f
         low, high = (low, middle) if beyond - weighted <= delta else (middle, high)
     beyond, weighted = tail(high)
     # Between two points of the grid delta is linear in e^epsilon.
-    return t[high] if beyond <= delta else max(0.0, min(t[high], t[high] + math.log((beyond - delta) / weighted)))
+    end = float(t[high])
+    return end if beyond <= delta else max(0.0, min(end, end + math.log((beyond - delta) / weighted)))
 
 
 @contextmanager
