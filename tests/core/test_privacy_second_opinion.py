@@ -9,7 +9,7 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution
 
 from dpngd import privacy
-from dpngd.methods.build import plan
+from dpngd.methods import plan
 from dpngd.suite import profiles
 
 EVERY = 8  # of the profiles' settings one in this many, to stay within half a minute

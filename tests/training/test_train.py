@@ -49,7 +49,7 @@ def test_record_says_what_was_spent_and_reached(records, method):
     p = r.privacy
     assert p["q"] == 64 / 1437
     assert 2.0 - 0.01 <= p["epsilon_prv"] <= 2.0 < p["epsilon_rdp"]
-    if method in CURVATURE_SHARE:  # composed, both parts cost less than their sum and more than each alone
+    if METHODS[method].curvature_share:  # composed, both parts cost less than their sum and more than each alone
         own = [part["epsilon_prv"] for part in p["parts"]]
         assert max(own) < p["epsilon_prv"] < sum(own)
     else:
