@@ -23,8 +23,8 @@ def test_the_table_of_budgets_has_the_sigma_of_the_run():
 @pytest.mark.parametrize("method", ["dp-ngd", "dp-ngd-private-20", "dp-ngd-private-50"])
 def test_the_list_of_runs_has_the_sigma_of_the_run(method):
     c = QUICK.config(method, "digits", 4.0, 0)
-    assert run.noise(c) == (c.B / c.N, f"{plan(c, c.B / c.N, c.N)[0].sigma:.3f}")
+    assert run.noise_of(c) == (c.B / c.N, f"{plan(c, c.B / c.N, c.N)[0].sigma:.3f}")
     validated = c.replace(validation=0.2)  # a smaller private set, so a larger q
-    q, sigma = run.noise(validated)
+    q, sigma = run.noise_of(validated)
     assert q == c.B / (c.N - round(0.2 * c.N))
-    assert float(sigma) > float(run.noise(c)[1])
+    assert float(sigma) > float(run.noise_of(c)[1])
