@@ -7,8 +7,8 @@
     adadps                 scaled gradient sum, C                    (epsilon, delta)
     gep                    embedding sum C0 and residual sum C1      (epsilon, delta), noise sqrt(2) larger on each
     dp-ngd and its arms    gradient sum under F~'s power, C          (epsilon, delta)
-    dp-ngd-private-f       as dp-ngd; every T_cur steps also         (1-f)(epsilon, delta) for the gradients and
-                           K-FAC factors, 1 and curvature_C          f (epsilon, delta) for the factors, PRV each
+    dp-ngd-private-f       as dp-ngd; every T_cur steps also         (epsilon, delta) for both, composed by PRV; the
+                           K-FAC factors, 1 and curvature_C          share f fixes the ratio of the noises
 
 Adding a method is one entry here (`register`), a builder (one of those here, or a function Setting -> Built), and its
 settings in params/. The guarantee of a method is in the docstring of its builder. All are for adding or removing one
@@ -64,7 +64,7 @@ class Method:
     clamp: str = "product"  # what is clamped: the product spectrum, or each "factor"
     floor: str = "dynamic"  # a key of FLOORS
     labels: str = "sampled"  # of the Fisher matrix (`dpngd.curvature`)
-    curvature_share: float = 0.0  # the fraction f of the budget that private curvature costs
+    curvature_share: float = 0.0  # the fraction f of the budget for private curvature: fixes the ratio of the noises
 
     @property
     def public(self) -> bool:

@@ -14,7 +14,7 @@ all A_i together clipped to 1, all G_i and N_i together to `curvature_C`. What i
 negative eigenvalues are set to zero and the constants are put back, which is post-processing.
 
 Guarantee: ceil(T / T_cur) releases of the sampled Gaussian mechanism at rate q with noise sqrt(2) sigma on A / 1 and on
-(G, N) / curvature_C, calibrated to a fraction of (epsilon, delta); the gradients get the rest, by basic composition.
+(G, N) / curvature_C, composed with the gradients' releases in one accountant (`privacy.plan`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ CLIP_A = 1.0
 def build(setting: Setting) -> Built:
     """DP-NGD with curvature from the private set, paid for with a fraction f of the budget.
 
-    Guarantee: ceil(T / T_cur) releases of two channels (see the module's top), calibrated by PRV to (f epsilon,
-    f delta), and T releases of the sum of F~^-1/2 g, sensitivity C, calibrated by PRV to the rest. Basic composition
-    makes that (epsilon, delta); the curvature is a released quantity, so whitening with it is post-processing.
+    Guarantee: ceil(T / T_cur) releases of two channels (see the module's top) and T releases of the sum of
+    F~^-1/2 g, sensitivity C, on independent Poisson batches; PRV's composition of all of them is (epsilon, delta)
+    (`privacy.plan`). The curvature is a released quantity, so whitening with it is post-processing.
     """
     c, (_, paid) = setting.config, setting.spends
     private = PerSample(setting.per_sample.model, K=c.K, check=False)

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from dpngd import privacy
 from dpngd.clamping import eta_ngd
 from dpngd.curvature import KFAC, LayerCurvature
 from dpngd.data import load_private, load_public
@@ -144,8 +145,8 @@ def privacy_rows(profile: Profile, artifact: str = "utility_table", **given) -> 
         S = c.C if c.C is not None else math.hypot(c.C0, c.C1)
         rows[c.data, c.epsilon, c.method] = {
             "data": c.data, "epsilon": c.epsilon, "method": c.method, "N": c.N, "B": c.B, "q": q, "T": c.T,
-            "delta": c.delta, "S": S, "sigma": spends[0].sigma, "spent": sum(s.spent(q, c.T) for s in spends),
-            "spent_rdp": sum(s.spent(q, c.T, "rdp") for s in spends)}
+            "delta": c.delta, "S": S, "sigma": spends[0].sigma, "spent": privacy.composed(spends, q, c.T, c.delta),
+            "spent_rdp": privacy.composed(spends, q, c.T, c.delta, "rdp")}
     return list(rows.values())
 
 

@@ -146,16 +146,16 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor, size: int = 500) -> tuple[f
 
 
 def accounting(spends: list[Spend], mechanism: GaussianMechanism, q: float, config: RunConfig) -> dict:
-    """What all T steps spend, under both accountants: each part, and together by basic composition.
+    """What all T steps spend, under both accountants: all parts composed, and each part alone, at the same delta.
 
     A run that diverged is counted in full: it stopped early, but the step at which it stopped depends on its releases.
     """
     parts = []
     for s in spends:
-        spent = {f"epsilon_{a}": s.spent(q, config.T, a) for a in privacy.ACCOUNTANTS}
-        parts.append({"purpose": s.purpose, "sigma": s.sigma, "releases": s.releases(config.T), "delta": s.delta,
-                      "target": s.epsilon, **spent})
-    whole = {f"epsilon_{a}": sum(p[f"epsilon_{a}"] for p in parts) for a in privacy.ACCOUNTANTS}
+        spent = {f"epsilon_{a}": privacy.composed([s], q, config.T, config.delta, a) for a in privacy.ACCOUNTANTS}
+        parts.append({"purpose": s.purpose, "sigma": s.sigma, "releases": s.releases(config.T), "delta": config.delta,
+                      "share": s.epsilon / config.epsilon, **spent})
+    whole = {f"epsilon_{a}": privacy.composed(spends, q, config.T, config.delta, a) for a in privacy.ACCOUNTANTS}
     return {"q": q, "T": config.T, "B": config.B, "delta": config.delta, "sigma": mechanism.sigma,
             "sensitivity": list(mechanism.sensitivity), "noise_std": list(mechanism.noise_std), **whole, "parts": parts}
 

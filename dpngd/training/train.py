@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from dpngd import privacy
 from dpngd.data import Private, Public, check_disjoint, load_private, load_public
 from dpngd.errors import UsageError
 from dpngd.gradients import MICRO_BATCH, PerSample, micro_batch_size
@@ -70,7 +71,7 @@ def run(config: RunConfig, *, progress: Progress | None = None, views: int | Non
         ema.update()
         log.step(release)
         if progress:
-            progress(t + 1, release.loss, lambda steps=t + 1: sum(s.spent(q, steps) for s in spends))
+            progress(t + 1, release.loss, lambda steps=t + 1: privacy.composed(spends, q, steps, config.delta))
         if log.due:
             with clock.phase("evaluation"), ema.averaged():
                 log.evaluate(private.x_test, private.y_test)
