@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = {"PRIVATE": "private", "Private": "private", "load_private": "private",
-            "PUBLIC": "public", "Public": "public", "check_disjoint": "public", "load_public": "public"}
-__all__ = ["PRIVATE", "PUBLIC", "Private", "Public", "check_disjoint", "load_private", "load_public"]
+_MODULES = {"Private": "private", "load_private": "private",
+            "Public": "public", "check_disjoint": "public", "load_public": "public"}
+__all__ = ["Private", "Public", "check_disjoint", "load_private", "load_public"]
 
 
 def __getattr__(name: str) -> Any:

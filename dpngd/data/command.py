@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dpngd.data import sets
 from dpngd.errors import Parser, UsageError, unknown
-from dpngd.training.config import DATASETS, PUBLIC_SETS
 
 if TYPE_CHECKING:
     from dpngd.data.prepared import Prepared
@@ -18,12 +18,11 @@ COLUMNS = ("name", "role", "state", "N", "test", "classes", "digest", "source")
 def rows(root: str | None) -> list[dict[str, object]]:
     """One row per data set; nothing is downloaded, converted or written."""
     from dpngd.data.private import load_private
-    from dpngd.data.public import MADE_FROM, PUBLIC
     from dpngd.data.sources import SOURCES, folders, obtain
 
     table = []
     for name in SOURCES:
-        row = {"name": name, "role": "public" if name in PUBLIC else "private"}
+        row = {"name": name, "role": "public" if name in sets.public_sets() else "private"}
         source = SOURCES[name]
         found = next((p for p in folders(root) if (p / f"{source.form.file}.npz").exists()), None)
         if found is None:
@@ -36,8 +35,8 @@ def rows(root: str | None) -> list[dict[str, object]]:
     digits = load_private("digits")
     made = {"name": "digits", "role": "private", "state": "ready", "N": digits.N, "test": len(digits.x_test)}
     table.append({**made, "classes": digits.classes, "digest": digits.digest, "source": digits.source})
-    for name, source in MADE_FROM.items():
-        table.append({"name": name, "role": "public", "state": "ready", "source": source})
+    for name in sets.made_sets():
+        table.append({"name": name, "role": "public", "state": "ready", "source": sets.SETS[name].about})
     return [{column: row.get(column) for column in COLUMNS} for row in table]
 
 
@@ -81,10 +80,9 @@ def _cell(column: str, value: object) -> str:
 
 def fetch(names: list[str], root: str | None) -> None:
     """Get each set; where one fails, the others are still tried."""
-    from dpngd.data.public import MADE_FROM
     from dpngd.data.sources import SOURCES, obtain
 
-    embedded = ("digits", *MADE_FROM)
+    embedded = [s.name for s in sets.SETS.values() if s.file is None]
     for name in names:
         if name not in (*SOURCES, *embedded):
             raise unknown("data set", name, [*SOURCES, *embedded])
@@ -111,11 +109,11 @@ def show(name: str, root: str | None, out: str | None, seed: int) -> Path:
     if out is not None and not Path(out).absolute().parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {Path(out).parent}, make it first")
     from dpngd.data.images import montage, per_class, save_png
-    from dpngd.data.private import PRIVATE, load_private
+    from dpngd.data.private import load_private
     from dpngd.data.public import load_public
     from dpngd.data.sources import folders, writable
 
-    if name in PRIVATE:
+    if name in sets.private_sets():
         data = load_private(name, root=root)
         at = per_class(data.y_train, range(min(data.classes, 10)), 16)
         sheet, columns = data.x_train[at], 16
@@ -139,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("names", nargs="+", metavar="NAME", help="of cifar10, cifar100, svhn, utkface, imagenet")
     command = commands.add_parser("show", help="save a montage of a data set")
     command.add_argument("name", metavar="NAME",
-                         help=f"of {', '.join([*DATASETS, *PUBLIC_SETS])}, npz:PATH, folder:PATH, or a+b")
+                         help=f"of {', '.join(sets.SETS)}, npz:PATH, folder:PATH, or a+b")
     command.add_argument("--out", metavar="FILE.png", help="where to save it; the folder must exist")
     command.add_argument("--seed", type=int, default=0, help="of the draw of a public set")
     arguments = parser.parse_args(argv)

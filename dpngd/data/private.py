@@ -17,18 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpngd.data import own
+from dpngd.data import own, sets
 from dpngd.data.images import to_nchw
 from dpngd.data.prepared import Arrays, Form, make
+from dpngd.data.sets import DataSet, own_kind, without_path
 from dpngd.data.sources import obtain
 from dpngd.errors import UsageError, unknown
 from dpngd.noise import stream
-from dpngd.training.config import own_kind, without_path
 
 SPLIT_SEED = 0  # of the splits that we make: never a run's seed
 DECADES = np.array([10, 20, 30, 40, 50, 60])  # upper bounds of the age groups 0-9, 10-19, ..., 50-59, 60 and over
 TARGETS = {"ethnicity": 5, "gender": 2, "age": len(DECADES) + 1}
-PRIVATE = ("cifar10", "svhn", "utkface", "utkface-gender", "utkface-age", "digits")
 
 
 @dataclass(frozen=True)
@@ -73,26 +72,17 @@ def load_private(
     `target` is what UTKFace is to be classified by: ethnicity (5 classes), gender (2) or age (7 groups).
     Nothing is downloaded unless `download` says so. Own data must have the `digest` that is given.
     """
-    if own_kind(name) is None and name not in PRIVATE:
-        raise unknown("private data set", name, [*PRIVATE, "npz:PATH", "folder:PATH"])
+    entry = None if own_kind(name) else _entry(name, target)
     if not 0 <= validation < 1:
         raise UsageError(f"validation is {validation}: it is a share of the training set, from 0 to below 1")
-    if own_kind(name):
+    if entry is None:
         own.check_digest([name], digest, labelled=True)
         arrays, digest = own.read(name, labelled=True)
         arrays, source = split(arrays), f"own data, {own_kind(name)}"
         classes, name = int(arrays["y_train"].max()) + 1, without_path(name)  # a record keeps no path
-    elif name == "digits":
-        arrays, classes, source, digest = _digits()
     else:
-        base = name.partition("-")[0]
-        target = _target(name, target)
-        prepared = obtain(base, root, download=download)
-        arrays, source, digest = prepared.arrays, prepared.source, prepared.digest
-        classes = TARGETS[target] if target else prepared.form.classes
-        if target:
-            name = base if target == "ethnicity" else f"{base}-{target}"
-            arrays = split_faces(arrays, target)
+        arrays, classes, source, digest = sets.loader_of(entry)(entry, root, download)
+        name = entry.name
     train, rest = _choose(len(arrays["x_train"]), N, seed, validation, name)
     x, y = to_nchw(arrays["x_train"][train]), _labels(arrays["y_train"][train])
     if validation:
@@ -139,7 +129,19 @@ def split(arrays: Arrays) -> Arrays:
     return {f"{key}_{part}": values[at] for part, at in parts.items() for key, values in arrays.items()}
 
 
-def _digits() -> tuple[Arrays, int, str, str]:
+def from_file(entry: DataSet, root: str | None, download: bool) -> tuple[Arrays, int, str, str]:
+    """A set with an official split, as its file has it."""
+    prepared = obtain(entry.file, root, download=download)
+    return prepared.arrays, prepared.form.classes, prepared.source, prepared.digest
+
+
+def faces(entry: DataSet, root: str | None, download: bool) -> tuple[Arrays, int, str, str]:
+    """UTKFace, classified by the entry's target."""
+    prepared = obtain(entry.file, root, download=download)
+    return split_faces(prepared.arrays, entry.target), TARGETS[entry.target], prepared.source, prepared.digest
+
+
+def digits(entry: DataSet, root: str | None, download: bool) -> tuple[Arrays, int, str, str]:
     """scikit-learn's 1,797 digits, (n,8,8,1), 0..16 stretched to 0..255, 80/20 by the fixed seed, class by class."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -152,17 +154,19 @@ def _digits() -> tuple[Arrays, int, str, str]:
     return prepared.arrays, 10, prepared.source, prepared.digest
 
 
-def _target(name: str, target: str | None) -> str | None:
-    base, _, named = name.partition("-")
-    if base != "utkface":
-        if target is not None:
-            raise UsageError(f"{name} has no target {target!r}: only utkface can be classified by several")
-        return None
-    if target is not None and target not in TARGETS:
-        raise unknown("target of utkface", target, TARGETS)
-    if named and target not in (None, named):
+def _entry(name: str, target: str | None) -> DataSet:
+    """The entry of a private set; `target` picks among those of one file."""
+    entry = sets.find(name, private=True)
+    if target is None or target == entry.target:
+        return entry
+    same = {s.target: s for s in sets.SETS.values() if s.private and s.file == entry.file and s.target}
+    if not same:
+        raise UsageError(f"{name} has no target {target!r}: only utkface can be classified by several")
+    if target not in same:
+        raise unknown(f"target of {entry.file}", target, same)
+    if name != entry.file:
         raise UsageError(f"{name} and target {target!r} contradict each other: name one of them")
-    return target or named or "ethnicity"
+    return same[target]
 
 
 def _choose(n: int, N: int | None, seed: int, validation: float, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -7,34 +7,22 @@ images are drawn by the run's seed alone, and `check_disjoint` refuses a set tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpngd.data import own, synthetic
+from dpngd.data import own, sets, synthetic
 from dpngd.data.images import fit, read_image, to_nchw
 from dpngd.data.private import Private
+from dpngd.data.sets import own_kind, without_path
 from dpngd.data.sources import obtain
-from dpngd.errors import UsageError, unknown
+from dpngd.errors import UsageError
 from dpngd.noise import stream
-from dpngd.training.config import own_kind, without_path
 
 SMALLEST, LARGEST = 50, synthetic.LARGEST
-MADE: dict[str, Callable[[int, tuple[int, int, int], torch.Generator], Tensor]] = {
-    "photos": synthetic.photos,
-    "noise": synthetic.noise,
-    "dead-leaves": synthetic.dead_leaves,
-}
-MADE_FROM = {
-    "photos": "photographs embedded in scikit-learn",
-    "noise": "made by dpngd: 1/f noise",
-    "dead-leaves": "made by dpngd: dead leaves",
-}
-POOLS = ("cifar100", "imagenet")
-PUBLIC = (*POOLS, *MADE)
 # Two of CIFAR-100's first 5,000 test images are, byte for byte, CIFAR-10 images (test 2203 is its test image 9345, test
 # 2224 its training image 3021). They are drawn last, whatever the private set: a choice that looks at no private data.
 # SHA-256 of the pixels, (H,W,C).
@@ -117,9 +105,10 @@ def check_disjoint(private: Private, public: Public) -> None:
 def _part(name: str, n: int, seed: int, shape: tuple[int, int, int], root: str | None, download: bool) -> Public:
     kind = own_kind(name)
     generator = stream(seed, f"public/{kind or name}")
-    if name in MADE:
-        x = MADE[name](n, shape, generator)
-        return Public(name, x, None, None, MADE_FROM[name], _digest(x), tuple(f"{name}[{i}]" for i in range(n)))
+    entry = None if kind else sets.find(name, private=False)
+    if entry is not None and entry.file is None:
+        x = sets.loader_of(entry)(n, shape, generator)
+        return Public(name, x, None, None, entry.about, _digest(x), tuple(f"{name}[{i}]" for i in range(n)))
     if kind == "folder":
         paths = own.public_files(name)
         at = _draw(len(paths), n, name, generator)
@@ -132,9 +121,7 @@ def _part(name: str, n: int, seed: int, shape: tuple[int, int, int], root: str |
         x = fit(to_nchw(images[at]), shape)
         names = tuple(f"{name}[{i}]" for i in at)
         return Public(without_path(name), x, None, None, "own images, npz", _digest(x), names)
-    if name not in POOLS:
-        raise unknown("public data set", name, [*PUBLIC, "npz:PATH", "folder:PATH"])
-    prepared = obtain(name, root, download=download,
+    prepared = obtain(entry.file, root, download=download,
                       instead="take --public photos, noise or dead-leaves, which need no download, or ")
     last = {i for i, image in enumerate(prepared.arrays["x"]) if _hash(image).hex() in TWINS}
     at = _draw(len(prepared.arrays["x"]), n, name, generator, last)

@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from dpngd.clamping import DynamicFloor
+from dpngd.data import sets
 from dpngd.methods import METHODS
 from dpngd.suite import plots, stats
 from dpngd.suite.params import published
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from dpngd.suite.motivation import Valley
 
 Reference = dict | Callable[[Runs], dict]  # what differences are to: fields of runs, or what finds them in a cell
-SHORT = {"cifar10": "CIFAR-10", "svhn": "SVHN", "utkface": "UTKFace", "digits": "digits"}
 PHASES = {"gradients": "#0072B2", "whitening": "#D55E00", "mechanism": "#D55E00",
           "curvature": "#E69F00", "rest": "#999999"}
 PHASE_NAMES = {"whitening": "norms and maps", "mechanism": "norms, maps, sums, noise"}
@@ -40,7 +40,7 @@ AXES = {"T_cur": "T_cur: steps between estimates", "p": "p: exponent", "T1": "T1
 
 def title(runs: Runs, data: str, epsilon: float | None = None) -> str:
     models = ", ".join(runs.where(data=data).values("model"))
-    return f"{SHORT.get(data, data)} ({models})" + (f", ε = {epsilon:g}" if epsilon else "")
+    return f"{sets.label(data)} ({models})" + (f", ε = {epsilon:g}" if epsilon else "")
 
 
 def papers_network(runs: Runs, data: str) -> bool:
@@ -134,7 +134,7 @@ def dots(runs: Runs, groups: list[tuple[str, dict]], note: str = "", reference: 
             ax.set_xlim(*found)
         if base:
             ax.axvline(0, color=plots.INK, lw=0.8)
-        short = f"{SHORT.get(data, data)}, ε = {epsilon:g}"
+        short = f"{sets.label(data)}, ε = {epsilon:g}"
         ax.set_title(title(here, data, epsilon) if len(cells) <= 3 else short, loc="left")
         ax.set_xlabel(f"points above {above or label(base['method'])}" if base else "test accuracy, %")
     figure.suptitle("; ".join(x for x in (interval_note(runs), note) if x), fontsize=7.5, x=0.99, ha="right")
@@ -396,7 +396,7 @@ def overhead(runs: Runs) -> Figure:
         axes[-1].annotate(f"{step:g} s", (step, row), xytext=(4, 0), textcoords="offset points", va="center",
                           fontsize=8)
     axes[-1].set_yticks(range(len(rows)), [label(r[2]) for r in rows])
-    axes[-1].set_title(f"the paper, RTX 3090: {SHORT['cifar10']} (WRN-16-4)", fontsize=9, loc="left")
+    axes[-1].set_title(f"the paper, RTX 3090: {sets.label('cifar10')} (WRN-16-4)", fontsize=9, loc="left")
     axes[-1].set_xlabel("seconds per step")
     axes[-1].margins(x=0.2)
     figure.legend(handles=[Patch(color=PHASES[p], label=PHASE_NAMES.get(p, p)) for p in PHASES if p in used],

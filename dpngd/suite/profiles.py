@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpngd import clamping
+from dpngd.data.sets import own_kind
 from dpngd.errors import UsageError, unknown
 from dpngd.methods import METHODS
 from dpngd.suite import params
 from dpngd.suite.params import number, pick, profile_names
-from dpngd.training.config import DIGESTS, FIELDS, METHOD_FIELDS, RunConfig, in_interval, own_kind
+from dpngd.training.config import DIGESTS, FIELDS, METHOD_FIELDS, RunConfig, in_interval
 
 __all__ = ["Profile", "load", "profile_names"]
 

@@ -7,9 +7,11 @@ import json
 import math
 from typing import Any
 
+from dpngd.data import sets
+from dpngd.data.sets import own_kind
 from dpngd.errors import UsageError
 from dpngd.methods import METHODS
-from dpngd.training.config import FIELDS, METHOD_FIELDS, own_kind
+from dpngd.training.config import FIELDS, METHOD_FIELDS
 
 
 def main(args: argparse.Namespace) -> int:
@@ -81,18 +83,15 @@ def curvature(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def _form(data: str) -> tuple[tuple[int, int, int], int]:
     """(C, H, W) and the classes of a private set, from its declared form; own data are read for it."""
-    from dpngd.data.private import PRIVATE, TARGETS, load_private
+    from dpngd.data.private import TARGETS, load_private
     from dpngd.data.sources import SOURCES
-    from dpngd.errors import unknown
 
-    if own_kind(data) or data == "digits":
+    entry = None if own_kind(data) else sets.find(data, private=True)
+    if entry is None or entry.file is None:
         private = load_private(data)
         return private.shape, private.classes
-    if data not in PRIVATE:
-        raise unknown("data set", data, [*PRIVATE, "npz:PATH", "folder:PATH"])
-    base, _, target = data.partition("-")
-    height, width, channels = SOURCES[base].form.shape
-    return (channels, height, width), TARGETS.get(target, SOURCES[base].form.classes)
+    height, width, channels = SOURCES[entry.file].form.shape
+    return (channels, height, width), TARGETS[entry.target] if entry.target else SOURCES[entry.file].form.classes
 
 
 def _histogram(found: dict[str, Any], decades: list[int]) -> str:

@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dpngd.data import sets
+from dpngd.data.sets import own_kind, own_parts, without_path
 from dpngd.errors import UsageError, unknown
 from dpngd.methods import METHODS
 from dpngd.methods import method as method_of
@@ -30,9 +32,6 @@ from dpngd.training import models
 
 RECORD_VERSION = 1  # part of every key: raise it when the meaning of a config or of its record changes
 
-DATASETS = ("cifar10", "digits", "svhn", "utkface", "utkface-age", "utkface-gender")
-PUBLIC_SETS = ("cifar100", "dead-leaves", "imagenet", "noise", "photos")
-OWN = ("npz", "folder")  # kinds of a user's own data: npz:PATH, folder:PATH
 DIGESTS = ("data_digest", "public_digest")
 
 
@@ -82,8 +81,8 @@ class RunConfig:
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _typed(f, getattr(self, f.name)))
         method_of(self.method)  # an unknown name is an error
-        if own_kind(self.data) is None and self.data not in DATASETS:
-            raise unknown("data set", self.data, [*DATASETS, *(f"{kind}:PATH" for kind in OWN)])
+        if own_kind(self.data) is None:
+            sets.find(self.data, private=True)  # an unknown name is an error
         models.find(self.model)  # an unknown name, or an impossible depth, is an error
         self._check_used()
         if self.public is not None:
@@ -201,35 +200,11 @@ def in_interval(value: float, interval: str) -> bool:
     return above and below
 
 
-def own_kind(name: str | None) -> str | None:
-    """"npz" or "folder" for npz:PATH and folder:PATH, None for the name of a known data set."""
-    kind = (name or "").partition(":")
-    return kind[0] if kind[1] and kind[0] in OWN else None
-
-
-def own_parts(name: str) -> tuple[str, str, tuple[int, int]]:
-    """(kind, path, (height, width)) of npz:PATH, folder:PATH or folder:PATH@HxW.
-
-    The size is that to which the images of a folder are resized, 32x32 unless stated. A record's config has no path.
-    """
-    kind, _, path = name.partition(":")
-    size = re.fullmatch(r"(.*)@([1-9]\d{0,3})x([1-9]\d{0,3})", path) if kind == "folder" else None
-    return (kind, size[1], (int(size[2]), int(size[3]))) if size else (kind, path, (32, 32))
-
-
-def without_path(name: str) -> str:
-    """Own data as a record names them, by kind and size alone; any other name as it is."""
-    if own_kind(name) is None:
-        return name
-    kind, _, (height, width) = own_parts(name)
-    return f"{kind}:" if (height, width) == (32, 32) else f"{kind}:@{height}x{width}"
-
-
 def _check_public(name: str) -> None:
     parts = name.split("+")
     for part in parts:
-        if own_kind(part) is None and part not in PUBLIC_SETS:
-            raise unknown("public set", part, [*PUBLIC_SETS, *(f"{kind}:PATH" for kind in OWN)])
+        if own_kind(part) is None:
+            sets.find(part, private=False)
     named = [part for part in parts if own_kind(part) is None or own_parts(part)[1]]
     if len(set(named)) < len(named):
         raise UsageError(f"public set {name!r} names a set twice")

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
+from dpngd.data import sets
+from dpngd.data.sets import Views
 from dpngd.errors import UsageError
 
 # Every source of randomness of a run draws from `streams.stream(seed, name)` under one of these names, so that a run
@@ -45,26 +46,9 @@ STREAMS = {
 MEAN, STD = 0.5, 0.25
 
 
-@dataclass(frozen=True)
-class Views:
-    """How views are made: by how many pixels an image is padded before it is cropped, and whether it is mirrored."""
-
-    pad: int = 4
-    flip: bool = True
-
-    @property
-    def count(self) -> int:
-        """The number of different views of one image."""
-        return (2 * self.pad + 1) ** 2 * (2 if self.flip else 1)
-
-
-# A mirrored digit is another digit, or none; a crop of an 8x8 digit cuts off half of it.
-VIEWS: dict[str, Views | None] = {"svhn": Views(flip=False), "digits": None}
-
-
 def views_of(data: str) -> Views | None:
-    """The views that suit a private set by name: the recipe's, without flips for SVHN, none at all for digits."""
-    return VIEWS.get(data, Views())
+    """The views that keep the labels of a private set; own data have the recipe's."""
+    return sets.SETS[data].views if data in sets.SETS else Views()
 
 
 def to_float(x: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
-"""A method and a network are defined once: one added at run time is trained, timed and drawn like the others."""
+"""A method, a network and a data set are defined once: one added at run time is trained and drawn like the others."""
 
+import numpy as np
 import pytest
 from torch import nn
 
 from dpngd import methods
+from dpngd.data import sets
 from dpngd.errors import UsageError
 from dpngd.geometry import Euclidean
 from dpngd.mechanism import GaussianMechanism
@@ -74,3 +76,21 @@ def test_a_network_added_at_run_time_trains(monkeypatch):
     record = run(digits("dp-sgd", model="line-16"))
     assert record.status == "ok"
     assert record.parameters == 64 * 16 + 16 + 16 * 10 + 10
+
+
+def test_a_data_set_added_at_run_time_trains(monkeypatch):
+    def halves(entry, root, download):
+        rng = np.random.default_rng(0)
+        y = rng.integers(0, 2, 240)
+        x = (rng.integers(0, 100, (240, 8, 8, 1)) + 100 * y[:, None, None, None]).astype(np.uint8)
+        arrays = {"x_train": x[:200], "y_train": y[:200], "x_test": x[200:], "y_test": y[200:]}
+        return arrays, 2, "made by a test", "0"
+
+    monkeypatch.setattr(sets, "SETS", dict(sets.SETS))
+    sets.register(sets.DataSet(name="halves", label="Halves", private=True, loader=halves))
+    record = run(digits("dp-sgd", data="halves", B=32, T=10))
+    assert record.data["private"]["N"] == 200
+    assert record.accuracy > 0.9
+    assert figures.title(Runs.of([digits("dp-sgd", data="halves")], []), "halves").startswith("Halves")
+    with pytest.raises(UsageError, match="unknown private data set 'halve': did you mean 'halves'"):
+        digits("dp-sgd", data="halve")

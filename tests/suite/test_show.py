@@ -89,7 +89,7 @@ def test_the_curvature_of_a_named_set_needs_no_images_of_it(capsys):
     assert (found["shape"], found["classes"]) == ([3, 32, 32], 7)
     with pytest.raises(UsageError, match="--data gives shape and classes"):
         command.show(["curvature", "--data", "digits", "--shape", "1", "8", "8"])
-    with pytest.raises(UsageError, match="unknown data set 'digit'"):
+    with pytest.raises(UsageError, match="unknown private data set 'digit'"):
         command.show(["curvature", "--data", "digit"])
 
 
