@@ -72,6 +72,7 @@ class PerSample:
     def __init__(self, model: nn.Module, loss: Loss = cross_entropy, K: int = 1, check: bool = True):
         self.model, self.loss, self.K = model, loss, K
         self.layers = trainable_layers(model)
+        check_precision(self.layers)
         self._unchecked = check
 
     @property
@@ -170,6 +171,15 @@ class PerSample:
             if not torch.allclose(company, own, rtol=1e-3, atol=1e-3 * float(company.abs().max())):
                 raise UsageError(f"the {what} for a sample changes with the other samples of the batch: it mixes "
                                  "samples, so no per-sample gradient exists; make every operation act on one sample")
+
+
+def check_precision(layers: list[Layer]) -> None:
+    """Refuse parameters below float32: their norms round by far more than the 1e-5 that the mechanism allows for."""
+    for layer in layers:
+        for name, p in layer.params().items():
+            if p.dtype not in (torch.float32, torch.float64):
+                raise UsageError(f"parameter {name!r} is {str(p.dtype).removeprefix('torch.')}, in which clipping is "
+                                 "exact to 3 % at best: use float32 (model.float())")
 
 
 MICRO_BATCH = 64
