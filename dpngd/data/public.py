@@ -114,8 +114,8 @@ def check_disjoint(private: Private, public: Public) -> None:
         if (found := overlap(x, public.x)) is not None:
             i, at = found
             raise UsageError(
-                f"the public image {public.names[at]} is also image {i} of the {part} part of {private.name} (as it is, "
-                "mirrored, shifted by a pixel or changed in one): a public set must not hold private images"
+                f"the public image {public.names[at]} is also image {i} of the {part} part of {private.name} (as it "
+                "is, mirrored, shifted by a pixel or changed in one): a public set must not hold private images"
             )
 
 
