@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: figures test lint bench clean
+.PHONY: figures test lint lock bench clean
 
 figures: $(STAMP)
 	$(BIN)/python run_all.py --profile quick
@@ -19,6 +19,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/dpngd bench
+
+lock: $(STAMP)
+	$(BIN)/python -m dpngd.suite.lock
 
 # The stamp is written last, so that an interrupted installation is taken up again.
 $(STAMP): requirements.txt pyproject.toml

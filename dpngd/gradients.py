@@ -72,6 +72,7 @@ class PerSample:
     def __init__(self, model: nn.Module, loss: Loss = cross_entropy, K: int = 1, check: bool = True):
         self.model, self.loss, self.K = model, loss, K
         self.layers = trainable_layers(model)
+        check_precision(self.layers)
         self._unchecked = check
 
     @property
@@ -123,29 +124,46 @@ class PerSample:
         return SampleGradients(grads, losses.detach().view(b, K).mean(1))
 
     def _self_check(self, x: Tensor, y: Tensor) -> bool:
-        """Check two samples: their outputs alone against those in a batch, each one's gradient against autograd's.
+        """Check that samples do not mix, that gradients are autograd's, and that a forward pass leaves no trace.
 
-        Returns whether it could tell: gradients that are not finite show nothing. With active dropout outputs cannot be
-        compared; gradients can, since both passes draw the same masks, and mixing shows in them too.
+        Eight samples of the batch (others are added where there are fewer) stand around an outlier, a sample times
+        1,000: mixing too weak to see among ordinary samples moves their outputs when one is that large. Outputs and
+        losses of every sample in the batch are compared with those of its row alone, with dropout switched off; the
+        gradients of the first and the last with autograd's, with dropout as it is and the same masks in both passes.
+        A buffer that the passes changed (running statistics) holds private data that nothing pays for: refused.
+
+        Returns whether it could tell: samples or gradients that are not finite show nothing.
         """
-        K = self.K
-        x, y = x[: 2 * K], y[: 2 * K]
-        if len(x) == K:  # a sample alone shows no mixing: add another
-            x, y = torch.cat([x, torch.zeros_like(x)]), torch.cat([y, y])
+        K, held = self.K, {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        whole = x.flatten(1).isfinite().all(1).view(-1, K).all(1).nonzero()[:ROWS, 0]
+        if not len(whole):
+            return False
+        rows = (whole[:, None] * K + torch.arange(K, device=x.device)).flatten()
+        x, y, outlier = _with_outlier(x[rows], y[rows], K)
+        n = len(y) // K
+        ends = (0, n - 1)
         params = {k: p for layer in self.layers for k, p in layer.params().items()}
-        with torch.random.fork_rng(), torch.enable_grad():
-            torch.manual_seed(0)  # the same dropout masks in both passes
-            grads = self._run(x, y, K)  # first: its refusals say more than autograd's errors
-            torch.manual_seed(0)
-            losses = self.loss(self.model(x), y).view(2, K).mean(1)
-            exact = [torch.autograd.grad(loss, list(params.values()), allow_unused=True, retain_graph=True)
-                     for loss in losses]
+        try:
+            with torch.random.fork_rng(), torch.enable_grad():
+                torch.manual_seed(0)  # the same dropout masks in both passes
+                grads = self._run(x, y, K)  # first: its refusals say more than autograd's errors
+                torch.manual_seed(0)
+                losses = self.loss(self.model(x), y).view(n, K).mean(1)
+                exact = [torch.autograd.grad(losses[i], list(params.values()), allow_unused=True, retain_graph=True)
+                         for i in ends]
+            self._check_outputs(x, y, outlier)
+        finally:
+            changed = [name for name, buffer in self.model.named_buffers()
+                       if name not in held or not torch.equal(held[name], buffer)]
+            for name in changed:
+                if name in held:
+                    self.model.get_buffer(name).copy_(held[name])
+        if changed:
+            raise UsageError(f"a forward pass changes the buffer {changed[0]!r}, which would keep private data outside "
+                             "the guarantee: use a layer without running statistics (track_running_stats=False)")
         if not all(torch.isfinite(e).all() for own in exact for e in own if e is not None):
             return False  # nothing to compare; such samples are dropped by the mechanism
-        if not any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0
-                   for m in self.model.modules()):
-            self._check_outputs(x, y)
-        for i, own in enumerate(exact):
+        for i, own in zip(ends, exact, strict=True):
             one = grads.select(torch.tensor([i], device=x.device))
             ours = self.to_params(one.weighted_sum(one.losses.new_ones(1)))
             scale = torch.stack([e.norm() for e in own if e is not None]).max()
@@ -157,19 +175,56 @@ class PerSample:
         return True
 
     @torch.no_grad()
-    def _check_outputs(self, x: Tensor, y: Tensor) -> None:
-        """Compare the first and the last row alone with the same rows in the batch.
-
-        Both, because an operation that runs down the batch, such as a cumulative sum, does not change the first.
-        """
-        ends = [0, len(x) - 1]
-        together, alone = self.model(x), torch.cat([self.model(x[i : i + 1]) for i in ends])
-        losses = torch.cat([self.loss(z[None], y[i : i + 1]) for i, z in zip(ends, alone, strict=True)])
-        pairs = (("model's output", together[ends], alone), ("loss", self.loss(together, y)[ends], losses))
+    def _check_outputs(self, x: Tensor, y: Tensor, outlier: slice) -> None:
+        """Compare the first and the last view of every sample but the outlier, alone and in the batch."""
+        kept = [i for i in range(len(x)) if i % self.K in (0, self.K - 1) and not outlier.start <= i < outlier.stop]
+        dropout = [m for m in self.model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+        try:
+            for m in dropout:
+                m.training = False
+            together, alone = self.model(x), torch.cat([self.model(x[i : i + 1]) for i in kept])
+        finally:
+            for m in dropout:
+                m.training = True
+        losses = torch.cat([self.loss(z[None], y[i : i + 1]) for i, z in zip(kept, alone, strict=True)])
+        pairs = (("model's output", together[kept], alone), ("loss", self.loss(together, y)[kept], losses))
+        shown = alone.flatten(1).isfinite().all(1) & losses.isfinite()
         for what, company, own in pairs:
-            if not torch.allclose(company, own, rtol=1e-3, atol=1e-3 * float(company.abs().max())):
+            company, own = company[shown], own[shown]
+            if len(own) and not torch.allclose(company, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
                 raise UsageError(f"the {what} for a sample changes with the other samples of the batch: it mixes "
                                  "samples, so no per-sample gradient exists; make every operation act on one sample")
+
+
+ROWS = 8  # samples that the check looks at
+OUTLIER = 1000.0
+
+
+def _with_outlier(x: Tensor, y: Tensor, K: int) -> tuple[Tensor, Tensor, slice]:
+    """ROWS samples of K rows each with one more in their middle, the first times OUTLIER; and where that one is.
+
+    Missing samples are added: noise of the size of x, or for inputs that are not floats (tokens) the same ones again.
+    """
+    add = ROWS * K - len(x)
+    if add > 0:
+        more = x.repeat(-(-add // len(x)), *[1] * (x.dim() - 1))[:add]
+        if x.is_floating_point():
+            g = torch.Generator().manual_seed(0)
+            noise = torch.randn(more.shape, generator=g, dtype=torch.float64)
+            more = (noise * x.double().square().mean().sqrt().clamp(min=1e-3).cpu()).to(x)
+        x, y = torch.cat([x, more]), torch.cat([y, y.repeat(-(-add // len(y)))[:add]])
+    at = ROWS // 2 * K
+    large = x[:K] * OUTLIER if x.is_floating_point() else x[:K]
+    return torch.cat([x[:at], large, x[at:]]), torch.cat([y[:at], y[:K], y[at:]]), slice(at, at + K)
+
+
+def check_precision(layers: list[Layer]) -> None:
+    """Refuse parameters below float32: their norms round by far more than the 1e-5 that the mechanism allows for."""
+    for layer in layers:
+        for name, p in layer.params().items():
+            if p.dtype not in (torch.float32, torch.float64):
+                raise UsageError(f"parameter {name!r} is {str(p.dtype).removeprefix('torch.')}, in which clipping is "
+                                 "exact to 3 % at best: use float32 (model.float())")
 
 
 MICRO_BATCH = 64

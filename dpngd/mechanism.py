@@ -18,6 +18,17 @@ releases compose as `dpngd.privacy` accounts for them. R and everything after it
     division                           by the expected batch size B, never by the actual one, which is private
     rounding                           c_ij uses C_j (1 - 1e-5): float32 norms are trusted to 1e-5, and samples whose
                                        sums float32 would round by more are summed in float64
+    low bits of the release            the noisy sum is formed in float64 and rounded to multiples of a power of two
+                                       near 2^-20 of the noise's standard deviation: they carry nothing of the sum's
+    sigma = 0                          nothing is added and nothing rounded: not private, for tests
+
+Floating point. With a real-valued Gaussian, rounding to the grid would be post-processing and the guarantee exact. The
+noise is a float64 number, of which some 2^30 fall into each cell of the grid where the noise is likely: the holes in
+the support of floating-point noise, by which Mironov (2012) reads a sum off the low bits of a release, are far below
+the grid and vanish in it. That is an argument, not a proof: the probabilities of the cells are those of a Gaussian only
+as far as the library's logarithm, sine and cosine are accurate (about 2^-50 relative), and the sums s_j themselves are
+float32 arithmetic, which ROUNDING covers. A proof would need an exact discrete Gaussian (Canonne et al., 2020).
+The tail that the noise lacks, and what that adds to delta, is in `dpngd.noise`.
 
 Norms, clip fractions and counts are returned as diagnostics for research. They are computed from private data and are
 NOT covered by the guarantee: do not publish them from a real deployment.
@@ -38,6 +49,8 @@ from dpngd.gradients import Blocks, SampleGradients
 from dpngd.noise import Noise
 
 ROUNDING = 1e-5
+GRID = 2.0**-20
+"""The grid of a release, relative to the standard deviation of its noise: it adds 2^-40 / 12 to the variance."""
 
 
 class Geometry(Protocol):
@@ -80,7 +93,7 @@ class Release:
 
 @dataclass(frozen=True)
 class GaussianMechanism:
-    """Clip, sum, add noise, divide by B. One clip C_j a channel, noise multiplier sigma, expected batch size B."""
+    """Clip, sum, add noise, divide by B. One clip C_j per channel, noise multiplier sigma, expected batch size B."""
 
     clips: tuple[float, ...]
     sigma: float
@@ -130,9 +143,18 @@ class GaussianMechanism:
         return Clipped(sums, seen, torch.cat([empty, *norms], 1), torch.cat([empty[0], *losses]))
 
     def add_noise(self, sums: list[Blocks], noise: Noise) -> list[Blocks]:
-        """s_j + sigma sqrt(J) C_j xi_j for every channel: from here on nothing is private."""
-        return [[block + noise(block, std) for block in channel]
+        """s_j + sigma sqrt(J) C_j xi_j for every channel, on its grid: from here on nothing is private."""
+        return [[self._noisy(block, std, noise) for block in channel]
                 for channel, std in zip(sums, self.noise_std, strict=True)]
+
+    @staticmethod
+    def _noisy(block: Tensor, std: float, noise: Noise) -> Tensor:
+        """block + noise in float64, rounded to the grid, in the block's dtype."""
+        if std == 0:
+            return block.clone()
+        s = block.double()
+        step = grid(std)
+        return (s + noise(s, std)).div_(step).round_().mul_(step).to(block.dtype)
 
     def release(self, batches: Iterable[SampleGradients], geometry: Geometry, zeros: Blocks, noise: Noise) -> Release:
         """One private step from the micro-batches of a Poisson sample."""
@@ -146,6 +168,11 @@ class GaussianMechanism:
             nonfinite=s.seen - s.norms.shape[1],
             loss=float(s.losses.mean()) if len(s.losses) else math.nan,
         )
+
+
+def grid(std: float) -> float:
+    """The step of the grid for noise of this standard deviation: a power of two, at most 2^-20 std."""
+    return GRID * 2.0 ** math.floor(math.log2(std))
 
 
 def _parts(g: SampleGradients, c: Tensor, fragile: Tensor) -> list[tuple[SampleGradients, Tensor]]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from dpngd.gradients import PerSample
     from dpngd.mechanism import GaussianMechanism, Geometry
+    from dpngd.noise import Noise
     from dpngd.privacy import Spend
 
 PUBLIC = frozenset({"public", "public_size"})
@@ -115,6 +116,7 @@ class Setting:
     shape: tuple[int, ...]  # (C, H, W) of an image
     public: Tensor | None = None
     draw: Callable[[], Iterable[tuple[Tensor, Tensor]]] | None = None
+    noise: Callable[[str], Noise] | None = None  # by purpose, for releases of the method's own; None: from the seed
 
     @property
     def method(self) -> Method:

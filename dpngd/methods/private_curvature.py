@@ -20,6 +20,7 @@ Guarantee: ceil(T / T_cur) releases of the sampled Gaussian mechanism at rate q 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,8 +46,9 @@ def build(setting: Setting) -> Built:
     """
     c, (_, paid) = setting.config, setting.spends
     private = PerSample(setting.per_sample.model, K=c.K, check=False)
+    noise = setting.noise or partial(seeded_noise, c.seed)
     noisy = PrivateKFAC(private, setting.shape, c.curvature_C, paid.sigma, c.B, labels=stream(c.seed, "labels"),
-                        noise=seeded_noise(c.seed, "curvature-noise"))
+                        noise=noise("curvature-noise"))
     return whitened(setting, lambda: noisy(setting.draw()))
 
 

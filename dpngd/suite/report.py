@@ -10,6 +10,7 @@ import argparse
 import base64
 import html
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,17 @@ def claim_rows(left: dict[str, dict]) -> list[dict[str, Any]]:
     return [decided.get(c.id) or claims.decide(c, {}) for c in claims.all_claims()]
 
 
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(png|svg|csv)")
+
+
 def check_files(left: dict[str, dict], folder: Path) -> None:
+    """Every file that an entry names is a plain name (no path, no scheme: the page links to it), and is there."""
     named = [file for entry in left.values() for figure in entry["figures"] for file in (figure["png"], figure["svg"])]
     named += [table["csv"] for entry in left.values() for table in entry["tables"]]
+    for name in named:
+        if not isinstance(name, str) or not PLAIN.fullmatch(name) or (folder / name).is_symlink():
+            raise UsageError(f"an entry in {folder.name}/ names the file {name!r}: only plain .png, .svg and .csv "
+                             "files of that folder are shown; run run_all.py again")
     missing = [name for name in named if not (folder / name).exists()]
     if missing:
         raise UsageError(f"{', '.join(missing)} missing from {folder.name}/: run run_all.py again")

@@ -13,6 +13,7 @@ as its process has ended, however it ended: an old lock file never has to be jud
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -204,7 +205,12 @@ class Store:
         path = self._lock_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            except OSError as error:
+                if error.errno == errno.ELOOP:  # it would be emptied, wherever it points
+                    raise UsageError(f"{path} is a symbolic link, not a lock: remove it") from None
+                raise
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if path.stat().st_ino == os.fstat(handle).st_ino:

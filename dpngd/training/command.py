@@ -25,17 +25,26 @@ KINDS = {"int": int, "float": float, "str": str}
 
 def parse(argv: list[str] | None) -> tuple[RunConfig, argparse.Namespace]:
     """The config that the options name, and the options."""
-    p = Parser(prog="dpngd train", description="One private training run.",
+    p = Parser(prog="dpngd train", description="One private training run. It is a simulation: the seed "
+               "decides batches and noise, so that runs can be compared and repeated, and its weights must not be "
+               "published. --release trains with secret noise and writes weights that may be.",
                formatter_class=argparse.RawDescriptionHelpFormatter,
                epilog="methods:\n" + "\n".join(f"  {n:22}{s.about}" for n, s in METHODS.items()))
     add_fields(p)
     p.add_argument("--threads", metavar="int", type=int, help="torch threads")
-    p.add_argument("--json", action="store_true", help="print the whole record as JSON")
+    p.add_argument("--release", metavar="OUT", help="train with secret noise and batches, and write weights and model "
+                   "card into the new folder OUT; nothing else is told of the private data, no accuracy either")
+    p.add_argument("--json", action="store_true", help="print the whole record as JSON (of a release, its card)")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     args = p.parse_args(argv)
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads is {args.threads}: it must be at least 1")
-    return with_defaults(given(args), args.profile), args
+    config = with_defaults(given(args), args.profile)
+    if args.release is not None:
+        from dpngd.training.release import check_place
+
+        check_place(args.release)
+    return config, args
 
 
 def add_fields(p: Parser) -> None:
@@ -92,6 +101,7 @@ def summary(record: Record) -> str:
                 f"{record.parameters:,} parameters"),
         (f"{record.evaluated_on} accuracy", reached),
         ("training loss", f"{last:.4g} at the end, {d['largest_loss'] or 0:.4g} at most"),
+        ("", "a simulation: a seed decided batches and noise (--release for weights to publish)"),
         ("privacy", f"epsilon {p['epsilon_prv']:.3f} (PRV), {p['epsilon_rdp']:.3f} (RDP) at delta {p['delta']:g}"),
         *[("", f"{part['purpose']}: epsilon {part['epsilon_prv']:.3f}, sigma {part['sigma']:.3f}, "
                f"{part['releases']} releases") for part in p["parts"] if len(p["parts"]) > 1],
@@ -103,6 +113,14 @@ def summary(record: Record) -> str:
         ("key", record.key),
     ]
     return "\n".join(f"{name:20}{value}" for name, value in rows)
+
+
+def told(card: dict, out: str) -> str:
+    """What was released, in two lines."""
+    p = card["privacy"]
+    return (f"released: {out}/weights.safetensors, card.json, README.md\n"
+            f"privacy: epsilon {p['epsilon']:.3f} at delta {p['delta']:g} ({p['accountant']}), sigma {p['sigma']:.3f}, "
+            f"q {p['q']:.5f}, T {p['T']}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -120,12 +138,20 @@ def main(argv: list[str] | None = None) -> int:
     def progress(step: int, loss: float, epsilon) -> None:
         if "bar" not in shown:  # with the first step: what is wrong before it is one line, without a bar
             shown["bar"] = bars.enter_context(tqdm(total=config.T, file=sys.stderr, disable=args.quiet, unit="step"))
-        shown["loss"] = f"{loss:.3f}"
+        if not args.release:  # a loss is private
+            shown["loss"] = f"{loss:.3f}"
         if step in marks and not args.quiet:  # an accountant takes a moment: ten times per run
             shown["epsilon"] = f"{epsilon():.3f}"
         shown["bar"].set_postfix({k: v for k, v in shown.items() if k != "bar"})
         shown["bar"].update()
 
+    if args.release:
+        from dpngd.training.release import release
+
+        with bars:
+            card = release(config, args.release, progress=progress)
+        print(json.dumps(card, allow_nan=False) if args.json else told(card, args.release))
+        return 0
     with bars:
         record = run(config, progress=progress)
     print(json.dumps(record.to_dict(), allow_nan=False) if args.json else summary(record))

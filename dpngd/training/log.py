@@ -118,7 +118,7 @@ class Log:
     def record(self, private: Private, public: Public | None, spends: list[Spend], q: float, clock: Clock) -> Record:
         config = self.config
         with clock.phase("setup"):
-            spent = accounting(spends, self.method.mechanism, q, config)
+            spent = {"simulation": True, **accounting(spends, self.method.mechanism, q, config)}
         return Record(
             key=config.key(), config=config.canonical(), status=self.status, steps=self.steps,
             accuracy=self.evaluations[-1]["accuracy"] if self.status == "ok" else None, evaluations=self.evaluations,
@@ -132,6 +132,38 @@ class Log:
             parameters=sum(p.numel() for p in self.model.parameters()),
             seconds={**clock.seconds, "total": sum(clock.seconds.values())}, where=where(),
         )
+
+
+class Sealed(Log):
+    """What may be said of a run whose weights are released: nothing but what the guarantee covers.
+
+    Losses, norms, counts and accuracies are not looked at. A run ends early only where its weights are not finite:
+    they are the release, and what is a function of them is post-processing. A loss would be a function of the batch.
+    """
+
+    @property
+    def steps(self) -> int:
+        return len(self.weights) - 1
+
+    @property
+    def due(self) -> bool:
+        return False
+
+    def step(self, release: Release) -> None:
+        self.weights.append(self._weight_norm())
+        if not math.isfinite(self.weights[-1]):
+            self.diverged()
+
+    def record(self, private: Private, public: Public | None, spends: list[Spend], q: float, clock: Clock) -> Record:
+        config = self.config
+        spent = {"simulation": False, **accounting(spends, self.method.mechanism, q, config)}
+        data = {"private": describe(private, len(private.x_train)),
+                "public": None if public is None else describe(public, len(public.x))}
+        del data["private"]["digest"]
+        return Record(
+            key=config.key(), config=config.canonical(), status=self.status, steps=self.steps, accuracy=None,
+            evaluations=[], train_loss=[], evaluated_on="nothing", privacy=spent, diagnostics={}, data=data,
+            parameters=sum(p.numel() for p in self.model.parameters()), seconds={}, where={})
 
 
 @torch.no_grad()

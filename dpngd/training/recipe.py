@@ -23,7 +23,7 @@ from dpngd.data import sets
 from dpngd.data.sets import Views
 from dpngd.errors import UsageError
 
-# Every source of randomness of a run draws from `streams.stream(seed, name)` under one of these names, so that a run
+# Every source of randomness of a run draws from `noise.stream(seed, name)` under one of these names, so that a run
 # repeats bit for bit and drawing more from one leaves the others alone. The splits of UTKFace and digits are no part of
 # it: they have a seed of their own, so that the test set is the same in all runs.
 STREAMS = {
@@ -128,6 +128,10 @@ class EMA:
             yield
         finally:
             self._load(own)
+
+    def keep(self) -> None:
+        """Give the model the averaged weights for good."""
+        self._load(self.average)
 
     @torch.no_grad()
     def _load(self, values: list[Tensor]) -> None:

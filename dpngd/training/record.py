@@ -23,8 +23,10 @@ NOT_FACTS = ("seconds", "where")
 class Record:
     """What a run leaves. Accuracies and losses are of averaged (EMA) and of training weights, as named.
 
-    Losses, norms and clip fractions are computed from private data and are not covered by the privacy guarantee: they
-    are here because the private data of a reproduction are public benchmarks.
+    Losses, norms, clip fractions, accuracies and digests are computed from private data and are not covered by the
+    privacy guarantee: they are here because the private data of a reproduction are public benchmarks. privacy's
+    `simulation` says that a seed decided batches and noise: the noise can be computed again from this record and
+    cancels between runs of one seed, so that the weights of such a run are no release.
     """
 
     key: str
@@ -35,7 +37,7 @@ class Record:
     evaluations: list[dict]  # step, accuracy and loss of the averaged weights on the evaluated part
     train_loss: list[float | None]  # of each batch before its step; None where it is not finite, or the batch empty
     evaluated_on: str  # "test" or "validation"
-    privacy: dict  # q, T, B, delta, sigma, sensitivity and noise by channel, epsilon (prv, rdp), and the budget's parts
+    privacy: dict  # simulation, q, T, B, delta, sigma, sensitivity and noise by channel, epsilon (prv, rdp), its parts
     diagnostics: dict  # clip fraction, norm quantiles, clamped share, lambda_t, weight norm, non-finite samples
     data: dict  # N, classes, source and digest of the private and the public set
     parameters: int

@@ -1,25 +1,33 @@
 """One run: `run(config) -> Record`, the only training loop. It reads like Algorithm 2 of the paper.
 
 `dpngd train --method dp-ngd --data digits --public photos --epsilon 2` does one from the command line.
+
+A run is a simulation by default: a seed decides its batches and its noise. That is for research. Runs of one seed share
+both across methods and budgets, so their difference has less variance, and a run repeats bit for bit. For the same
+reasons its weights are no release: the noise can be computed again from the recorded seed, and cancels between runs.
+With noise="secret" batches and noise come from the operating system's entropy (`dpngd.training.release`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from dpngd import privacy
 from dpngd.data import Private, Public, check_disjoint, load_private, load_public
-from dpngd.errors import UsageError
+from dpngd.errors import UsageError, unknown
 from dpngd.gradients import MICRO_BATCH, PerSample, micro_batch_size
 from dpngd.methods import Setting, build, method, plan
-from dpngd.noise import seeded_noise, stream
+from dpngd.noise import Noise, SecretNoise, secret_uniform, seeded_noise, stream
 from dpngd.sampling import PoissonSampler
 from dpngd.training import models
 from dpngd.training.config import RunConfig
-from dpngd.training.log import Clock, Log
+from dpngd.training.log import Clock, Log, Sealed
 from dpngd.training.parallel import Workers
 from dpngd.training.pretrain import pretrained
 from dpngd.training.recipe import EMA, draw_views, take_views, to_float, views_of
@@ -33,20 +41,43 @@ VIEWS_ON_GPU = 1024
 CPU = torch.device("cpu")
 
 
-def run(config: RunConfig, *, progress: Progress | None = None, views: int | None = None,
+NOISES = ("seeded", "secret")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run leaves: its record, and the model with its averaged weights."""
+
+    record: Record
+    model: nn.Module
+
+
+def run(config: RunConfig, *, noise: str = "seeded", progress: Progress | None = None, views: int | None = None,
         device: str | torch.device | None = None) -> Record:
     """Train as the config says and report. The same config gives the same facts, bit for bit, on one machine.
 
-    `device` is a GPU where there is one. `views` is how many images are worked on at once: a matter of memory, not of
-    results. All random numbers are drawn on the CPU, so the device does not change them.
+    `noise` is "seeded", a simulation, or "secret": then batches and noise are never the same again, and the record
+    holds nothing that the guarantee does not cover (no losses, norms, accuracies). `device` is a GPU where there is
+    one. `views` is how many images are worked on at once: a matter of memory, not of results. Seeded random numbers are
+    drawn on the CPU, so the device does not change them.
     """
+    return train(config, noise=noise, progress=progress, views=views, device=device).record
+
+
+def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None = None, views: int | None = None,
+          device: str | torch.device | None = None) -> Trained:
+    """As `run`, with the model."""
+    if noise not in NOISES:
+        raise unknown("noise", noise, NOISES)
+    secret = noise == "secret"
+    noise_of: Callable[[str], Noise] = (lambda name: SecretNoise()) if secret else partial(seeded_noise, config.seed)
     clock = Clock()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     views = views or (MICRO_BATCH if device.type == "cpu" else VIEWS_ON_GPU)
     with clock.phase("setup"):
         check_views(config)
         private, public = load(config)
-        batches = Batches(private, config, views, device)
+        batches = Batches(private, config, views, device, secret=secret)
         q, N = batches.sampler.q, batches.sampler.N
         spends = plan(config, q, N)  # before the model: an impossible budget is an error before anything is computed
         images = None if public is None else to_float(public.x).to(device)
@@ -54,8 +85,10 @@ def run(config: RunConfig, *, progress: Progress | None = None, views: int | Non
         per_sample = PerSample(model, K=config.K)
         workers = Workers(per_sample, torch.get_num_threads() if device.type == "cpu" else 1)
         built = build(Setting(config, per_sample, spends, private.shape, images,
-                              Batches(private, config, views, device, purpose="curvature-").draw))
-        noise, ema, log = seeded_noise(config.seed), EMA(model, config.ema), Log(config, model, built)
+                              Batches(private, config, views, device, purpose="curvature-", secret=secret).draw,
+                              noise_of))
+        ema, log = EMA(model, config.ema), (Sealed if secret else Log)(config, model, built)
+        xi = noise_of("noise")
 
     for t in range(config.T):
         try:
@@ -66,18 +99,21 @@ def run(config: RunConfig, *, progress: Progress | None = None, views: int | Non
             break
         with clock.phase("mechanism"):  # Module 3
             gradients = workers.gradients(batches.draw(), clock)
-            release = built.mechanism.release(gradients, built.geometry, per_sample.zeros(), noise)
+            release = built.mechanism.release(gradients, built.geometry, per_sample.zeros(), xi)
         per_sample.add_(release.direction, -config.eta)
         ema.update()
         log.step(release)
         if progress:
-            progress(t + 1, release.loss, lambda steps=t + 1: privacy.composed(spends, q, steps, config.delta))
+            loss = math.nan if secret else release.loss
+            progress(t + 1, loss, lambda steps=t + 1: privacy.composed(spends, q, steps, config.delta))
         if log.due:
             with clock.phase("evaluation"), ema.averaged():
                 log.evaluate(private.x_test, private.y_test)
         if log.status == "diverged":
             break
-    return log.record(private, public, spends, q, clock)
+    record = log.record(private, public, spends, q, clock)
+    ema.keep()
+    return Trained(record, model)
 
 
 def check_views(config: RunConfig) -> None:
@@ -109,15 +145,18 @@ def initial_model(config: RunConfig, private: Private, public: Public | None, im
 
 
 class Batches:
-    """Poisson batches of the private set, as micro-batches of K views a sample.
+    """Poisson batches of the private set, as micro-batches of K views per sample.
 
-    `purpose` names their random streams, so that every method takes its gradients from the very same batches.
+    `purpose` names their random streams, so that every method takes its gradients from the very same batches. `secret`
+    batches are drawn with the operating system's entropy. Views may stay seeded: clipping bounds a sample's gradient
+    whatever its views are.
     """
 
     def __init__(self, private: Private, config: RunConfig, views: int = MICRO_BATCH,
-                 device: torch.device = CPU, purpose: str = ""):
+                 device: torch.device = CPU, purpose: str = "", secret: bool = False):
         self.private, self.K, self.views, self.device = private, config.K, views, device
-        self.sampler = PoissonSampler(private.N, config.B, stream(config.seed, f"{purpose}sampling"))
+        source = secret_uniform if secret else stream(config.seed, f"{purpose}sampling")
+        self.sampler = PoissonSampler(private.N, config.B, source)
         self.augmentation = stream(config.seed, f"{purpose}augmentation")
         self.rule = views_of(config.data) if config.augment else None
 

@@ -138,11 +138,66 @@ def test_mixing_is_found_whatever_comes_first():
 @pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
 def test_mixing_is_found_behind_dropout(mix, K):
-    """Outputs differ by their masks then; the gradients of the samples tell."""
+    """Dropout is off when outputs are compared, and on again afterwards."""
     x, y = sample((4,), 4, K, torch.float32)
     model = seeded(lambda: nn.Sequential(nn.Dropout(1e-9), Centred(mix)))
-    with pytest.raises(UsageError, match="samples are mixed"):
+    with pytest.raises(UsageError, match="mixes samples"):
         PerSample(model, K=K)(x, y)
+    assert model[0].training
+
+
+class Mixed(nn.Module):
+    """A linear layer behind an operation over the batch."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.mix, self.fc = mix, nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.fc(self.mix(x))
+
+
+@pytest.mark.parametrize("strength", [1e-2, 1e-4, 1e-5])
+def test_weak_mixing_is_found_by_an_outlier(strength):
+    """Among ordinary samples it is below the comparison's tolerance; one large sample of an adversary shows it."""
+    x, y = sample((4,), 4, 1, torch.float32)
+    with pytest.raises(UsageError, match="mixes samples"):
+        PerSample(seeded(lambda: Mixed(lambda h: h + strength * h.sum(0))))(x, y)
+
+
+def test_mixing_of_some_rows_only_is_found():
+    """Rows beyond the second: a check of two samples cannot see them."""
+    def mix(h):
+        return torch.cat([h[:3], h[3:] + h[:1]]) if len(h) > 3 else h
+
+    x, y = sample((4,), 8, 1, torch.float32)
+    with pytest.raises(UsageError, match="mixes samples"):
+        PerSample(seeded(lambda: Centred(mix)))(x, y)
+
+
+def test_mixing_that_overflows_is_no_excuse():
+    x, y = sample((4,), 8, 1, torch.float32)
+    with pytest.raises(UsageError, match="mixes samples"):
+        PerSample(seeded(lambda: Mixed(lambda h: h + 0 * h.square().exp().mean(0))))(x, y)
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.InstanceNorm2d(2, track_running_stats=True),
+                                   lambda: nn.InstanceNorm2d(2, affine=True, track_running_stats=True)])
+def test_a_forward_pass_that_changes_a_buffer_is_refused(layer):
+    """Running statistics are exact means of private batches; after the refusal they are as they were."""
+    x, y = sample((1, 4, 4), 8, 1, torch.float32)
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(1, 2, 1), layer(), nn.Flatten(), nn.Linear(32, CLASSES)))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(UsageError, match=r"changes the buffer '1\.(running_mean|num_batches_tracked)'|InstanceNorm"):
+        PerSample(model)(x, y)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_buffers_that_stay_are_fine():
+    x, y = sample((4,), 8, 1, torch.float32)
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, CLASSES)))
+    model.register_buffer("kept", torch.ones(3))
+    PerSample(model)(x, y)
 
 
 @pytest.mark.parametrize("K", [1, 4])

@@ -9,9 +9,9 @@ from mechanism_batches import GEOMETRIES, ZEROS, batch_of, flat, geometry_of
 from dpngd.curvature import LayerCurvature
 from dpngd.errors import UsageError
 from dpngd.geometry import Euclidean, Kronecker
-from dpngd.gradients import SampleGradients
+from dpngd.gradients import PerSample, SampleGradients
 from dpngd.layers.forms import Dense
-from dpngd.mechanism import GaussianMechanism
+from dpngd.mechanism import GaussianMechanism, grid
 from dpngd.noise import seeded_noise
 
 
@@ -165,3 +165,39 @@ def test_settings_that_are_refused(arguments, says):
     with pytest.raises(UsageError) as error:
         GaussianMechanism(*arguments)
     assert says in str(error.value)
+
+
+def test_a_release_lies_on_its_grid():
+    """Whatever the bits of the sum: multiples of a power of two, 2^-20 of the noise or a little less."""
+    for std in (1e-6, 0.3, 1.0, 1.9999, 7e5):
+        assert 2.0**-21 < grid(std) / std <= 2.0**-20
+        assert math.frexp(grid(std))[0] == 0.5
+    C, sigma = 0.3, 1.7
+    mechanism, batch = GaussianMechanism((C,), sigma, 1.0), batch_of(["plain"] * 3, 9)
+    for b, zeros in ((batch, ZEROS), (batch.double(), [z.double() for z in ZEROS])):
+        sums = mechanism.clipped_sums([b], Euclidean(), zeros).sums
+        noisy = flat(mechanism.add_noise(sums, seeded_noise(0))[0])
+        steps = noisy / grid(sigma * C)
+        assert torch.equal(steps, steps.round())
+        assert steps.abs().max() > 1000
+        same = seeded_noise(0)
+        unrounded = flat([s.double() + same(s.double(), sigma * C) for s in sums[0]])
+        assert (noisy - unrounded).abs().max() <= grid(sigma * C)
+
+
+def test_noise_is_asked_for_in_float64():
+    """So that it is added before it is rounded: rounding the sum is post-processing, rounding the noise is not."""
+    asked = []
+
+    def noise(like, std):
+        asked.append(like.dtype)
+        return torch.zeros_like(like)
+
+    GaussianMechanism((1.0,), 1.0, 1.0).release([], Euclidean(), ZEROS, noise)
+    assert set(asked) == {torch.float64}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_refused(dtype):
+    with pytest.raises(UsageError, match=f"'0.weight' is {str(dtype)[6:]}.*use float32"):
+        PerSample(torch.nn.Sequential(torch.nn.Linear(4, 3)).to(dtype))

@@ -177,6 +177,10 @@ def test_an_image_in_both_sets_is_an_error_that_names_it(pools, tmp_path):
         expected = f"{public.names[17]} is also image 31 of the {name} part of cifar10"
         with pytest.raises(UsageError, match=re.escape(expected)):
             check_disjoint(private, dataclasses.replace(public, x=x))
+        x[17, :, 3, 3] = 255 - x[17, :, 3, 3]  # one pixel changed, and mirrored
+        x[17] = x[17].flip(2)
+        with pytest.raises(UsageError, match=re.escape(expected)):
+            check_disjoint(private, dataclasses.replace(public, x=x))
     place = folder_of_images(tmp_path / "pictures", 50)
     Image.fromarray(split_arrays(200, 40)["x_train"][5]).save(place / "13.png")
     with pytest.raises(UsageError, match=r"13\.png is also image 5 of the training part"):

@@ -83,6 +83,27 @@ def test_a_deleted_figure_or_table_is_an_error(folder, name):
         report.write_report("quick", folder)
 
 
+@pytest.mark.parametrize("name", ["../secret.png", "/etc/passwd", "a/b.svg", "javascript:alert(1)", "data:x.svg",
+                                  "http://example.org/a.png", ".svg", "x.html", "a\n.png", None])
+@pytest.mark.parametrize("field", ["png", "svg", "csv"])
+def test_an_entry_names_plain_files_only(folder, name, field):
+    path = folder / "01_utility_table.json"
+    entry = json.loads(path.read_text())
+    entry["tables" if field == "csv" else "figures"][0][field] = name
+    path.write_text(json.dumps(entry))
+    with pytest.raises(UsageError, match=r"only plain \.png, \.svg and \.csv"):
+        report.write_report("quick", folder)
+
+
+def test_a_figure_that_is_a_link_is_an_error(folder, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside") / "secret.png"
+    outside.write_bytes((folder / "convergence.png").read_bytes())
+    (folder / "convergence.png").unlink()
+    (folder / "convergence.png").symlink_to(outside)
+    with pytest.raises(UsageError, match=r"'convergence\.png'"):
+        report.write_report("quick", folder)
+
+
 def test_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="no notebook's results"):
         report.write_report("quick", tmp_path)

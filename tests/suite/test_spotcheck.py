@@ -59,6 +59,48 @@ def test_another_machine_may_round_otherwise(shipped):
     assert "differs in train_loss (another machine)" in spotcheck.table(found)
 
 
+def forged_accuracy(record):
+    record["accuracy"] = 0.999
+    record["evaluations"][-1]["accuracy"] = 0.999
+
+
+def forged_sigma(record):
+    record["privacy"]["sigma"] *= 0.99
+
+
+def forged_epsilon(record):
+    record["privacy"]["parts"][0]["epsilon_prv"] -= 1e-3
+
+
+def forged_mark(record):
+    record["privacy"]["simulation"] = False
+
+
+def forged_status(record):
+    record["status"], record["accuracy"] = "diverged", None
+
+
+@pytest.mark.parametrize(("change", "field"), [(forged_accuracy, "accuracy"), (forged_sigma, "privacy"),
+                                               (forged_epsilon, "privacy"), (forged_mark, "privacy"),
+                                               (forged_status, "status, accuracy")])
+def test_a_forged_record_does_not_hide_behind_another_machine(shipped, change, field):
+    def forge(record):
+        change(record)
+        record["where"]["rounding"] = "another"
+    found = spotcheck.train_again(shipped(forge), 1, 0, 1)
+    assert not found["good"]
+    assert f"WRONG, on any machine: {field}" in spotcheck.table(found)
+
+
+def test_the_tolerance_of_another_machine():
+    old = {"key": "k", "config": {}, "privacy": {"sigma": 1.0, "parts": [{"T": 3}]}, "status": "ok", "accuracy": 0.5}
+    assert spotcheck.wrong(old, {**old, "accuracy": 0.525}) == []
+    assert spotcheck.wrong(old, {**old, "accuracy": 0.465}) == ["accuracy"]
+    assert spotcheck.wrong(old, {**old, "privacy": {"sigma": 1 + 1e-9, "parts": [{"T": 3}]}}) == []
+    assert spotcheck.wrong(old, {**old, "privacy": {"sigma": 1.0, "parts": [{"T": 4}]}}) == ["privacy"]
+    assert spotcheck.wrong(old, {**old, "privacy": {"sigma": 1.0, "parts": []}}) == ["privacy"]
+
+
 def test_the_name_of_a_processor_does_not_make_it_the_same_machine(shipped):
     """Records from before the digest: two machines called alike did round differently."""
     def change(record):

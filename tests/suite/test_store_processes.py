@@ -11,6 +11,7 @@ import time
 import pytest
 from store_runs import RECORD, config, fresh
 
+from dpngd.errors import UsageError
 from dpngd.suite.store import Store
 
 
@@ -55,11 +56,24 @@ def test_a_lock_file_that_was_removed_in_the_meantime_is_no_lock(store, monkeypa
 
 HOLD = """
 import sys, time
+from dpngd.errors import UsageError
 from dpngd.suite.store import Store
 with Store("quick", root=sys.argv[1]).claim("k") as mine:
     print(mine, flush=True)
     time.sleep(3600)
 """
+
+
+def test_a_lock_that_is_a_symbolic_link_is_refused(store, tmp_path):
+    """It would be followed, and the file behind it emptied."""
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    path = store._lock_path("abc")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(victim)
+    with pytest.raises(UsageError, match="is a symbolic link, not a lock: remove it"), store.claim("abc"):
+        pass
+    assert victim.read_text() == "kept"
 
 
 def test_the_claim_of_a_killed_process_is_free(store):
@@ -77,6 +91,7 @@ def test_the_claim_of_a_killed_process_is_free(store):
 
 RACE = """
 import os, sys
+from dpngd.errors import UsageError
 from dpngd.suite.store import Store
 store, out = Store("quick", root=sys.argv[1]), sys.argv[2]
 for i in range(int(sys.argv[3])):
@@ -104,6 +119,7 @@ def test_two_processes_never_hold_one_claim(store, tmp_path):
 WRITE = """
 import sys
 from dpngd.training.config import RunConfig
+from dpngd.errors import UsageError
 from dpngd.suite.store import Store
 store = Store("quick", root=sys.argv[1])
 config = RunConfig.from_dict({config!r})
