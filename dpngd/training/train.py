@@ -67,7 +67,13 @@ def run(config: RunConfig, *, progress: Progress | None = None, views: int | Non
         with clock.phase("mechanism"):  # Module 3
             gradients = workers.gradients(batches.draw(), clock)
             release = built.mechanism.release(gradients, built.geometry, per_sample.zeros(), noise)
-        per_sample.add_(release.direction, -config.eta)
+        try:
+            with clock.phase("step"):  # post-processing: public images, released weights and the release
+                s = built.steps(per_sample.to_params(release.direction), built.noise_kl).s
+        except FloatingPointError:
+            log.diverged()
+            break
+        per_sample.add_(release.direction, -s)
         ema.update()
         log.step(release)
         if progress:
