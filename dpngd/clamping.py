@@ -50,14 +50,14 @@ def floor_by_rank(curvature: Sequence[LayerCurvature], share: float = RANK_SHARE
     """The eigenvalue of F above which `share` of all directions lie: a floor from public images alone.
 
     With n directions over all layers, largest eigenvalue first, it is number floor(share n) + 1, so that floor(share n)
-    directions (fewer where eigenvalues are equal) are above it. It scales with F.
+    directions (fewer where eigenvalues are equal) are above it; of a tiny network, one. It scales with F.
     """
     import torch
 
     if not 0 < share < 1:
         raise UsageError(f"share is {share!r}: it must be above 0 and below 1")
     spectrum = torch.cat([layer.spectrum().flatten() for layer in curvature])
-    rank = min(int(share * spectrum.numel()), spectrum.numel() - 1)
+    rank = min(max(1, int(share * spectrum.numel())), spectrum.numel() - 1)
     floor = float(spectrum.sort(descending=True).values[rank])
     if not floor > 0:
         raise UsageError(f"only {int((spectrum > 0).sum())} of {spectrum.numel()} directions have curvature, fewer "

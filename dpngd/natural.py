@@ -18,11 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Generator, Tensor
 
 from dpngd.clamping import Floor
-from dpngd.curvature import LayerCurvature
+from dpngd.curvature import LayerCurvature, sampled_labels
 from dpngd.errors import UsageError
 from dpngd.geometry import Kronecker
+from dpngd.gradients import PerSample, micro_batches
+from dpngd.mechanism import Geometry
 
 Estimate = Callable[[], list[LayerCurvature]]
 """F of every layer at the present weights: `curvature.KFAC`, or a noisy one."""
@@ -66,3 +69,19 @@ class Natural:
     def diagnose(self) -> dict[str, float]:
         """The floor and the share of eigenvalues on it. Public, as F is."""
         return {"lambda_t": self.geometry.lambda_t * self.unit, "clamped_share": self.geometry.clamped_share()}
+
+
+def public_clip(per_sample: PerSample, geometry: Geometry, x: Tensor, ratio: float, labels: Generator) -> float:
+    """C from public images x: `ratio` times the median of ||L g_i|| at the present weights, with labels y ~ p_theta.
+
+    Where the step's length comes from a KL budget, C scales d, and s undoes it: C decides only which samples are
+    clipped. At 1 about half of them are at the start, and fewer later, as gradients shrink. A small ratio normalises:
+    at 0.001, min(1, C / ||L g_i||) is C / ||L g_i|| for all samples but those that are classified with near certainty.
+    The sensitivity is C for every ratio: the mechanism is the same.
+    """
+    y = sampled_labels(per_sample.model, x, labels)
+    norms = torch.cat([geometry.sq_norms(g)[0][0].sqrt() for g in micro_batches(per_sample, x, y)]).double()
+    norms = norms[norms.isfinite() & (norms > 0)]
+    if not len(norms):
+        raise UsageError("no public image has a gradient that is finite and not zero: C cannot be found from them")
+    return ratio * float(norms.median())

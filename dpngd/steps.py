@@ -26,7 +26,7 @@ releases and of public data, and has their (epsilon, delta). This holds only as 
 The search: s starts from the last step's value and is corrected by s <- s sqrt(kappa / KL(s)), exact for a quadratic KL
 (a second correction takes the power that the two passes before show, instead of 2), until KL(s) is within 20 % of
 kappa, in at most three forward passes over the probe (and one at theta). The first step starts from the quadratic model
-itself, measured by one of the passes at a tiny s. If no s tried has KL(s) <= 1.5 kappa, the shortest is scaled down by
+itself, which one more pass measures at a tiny s. If no s tried has KL(s) <= 1.5 kappa, the shortest is scaled down by
 kappa / KL(s) and taken untested: KL(s) is convex in s where logits are linear in s, so that KL(a s) <= a KL(s). A step
 is never scaled up untested.
 """
@@ -45,7 +45,7 @@ from torch.func import functional_call
 
 from dpngd.errors import UsageError
 
-PASSES = 3  # forward passes over the probe per step, beside the one at theta
+PASSES = 3  # forward passes over the probe per step, beside the one at theta (the first step: one more)
 WITHIN = 0.2  # KL(s) is accepted this close to kappa, relatively
 MOST = 1.5  # no step with a larger KL(s) / kappa is taken as it is
 GROWTH = 10.0  # s grows by at most this factor per pass
@@ -126,24 +126,23 @@ class Probe:
             return functional_call(self.model, dict(weights), (self.x,)).double().log_softmax(1)
 
 
-def search(kl: Callable[[float], float], start: float, kappa: float, limit: float = math.inf,
-           passes: int = PASSES) -> Step:
-    """The s <= limit with KL(s) = kappa within 20 %, from `start`, by at most `passes` evaluations of KL.
+def search(kl: Callable[[float], float], start: float, kappa: float, limit: float = math.inf) -> Step:
+    """The s <= limit with KL(s) = kappa within 20 %, from `start`, by at most three evaluations of KL.
 
     Where that many do not suffice: the best s tried with KL(s) <= 1.5 kappa, or the shortest one scaled down.
     """
     s, tried = min(start, limit), []
-    for n in range(1, passes + 1):
+    for n in range(1, PASSES + 1):
         found = kl(s)
         tried.append((s, found))
         if found <= (1 + WITHIN) * kappa and (found >= (1 - WITHIN) * kappa or s >= limit):
             return Step(s, found, n)
-        s = min(limit, s * _factor(kappa, found, _power(*tried[-2:])))
+        s = min(limit, s * _factor(kappa, found, _power(*tried[-2:], least=0.5 if found < kappa else 1.0)))
     good = [(s, found) for s, found in tried if found <= MOST * kappa]
     if good:
-        return Step(*min(good, key=lambda at: (abs(math.log(max(at[1], RESOLVED) / kappa)), -at[0])), passes)
+        return Step(*min(good, key=lambda at: (abs(math.log(max(at[1], RESOLVED) / kappa)), -at[0])), PASSES)
     s, found = min(tried)
-    return Step(s * kappa / found, math.nan, passes)  # 0 where even the shortest made the predictions infinite
+    return Step(s * kappa / found, math.nan, PASSES)  # 0 where even the shortest made the predictions infinite
 
 
 def _factor(kappa: float, found: float, power: float = 2.0) -> float:
@@ -153,11 +152,14 @@ def _factor(kappa: float, found: float, power: float = 2.0) -> float:
     return 0.1 if math.isinf(found) else min((kappa / found) ** (1 / power), GROWTH)
 
 
-def _power(first: tuple[float, float], second: tuple[float, float] | None = None) -> float:
-    """The power of s with which KL(s) grows: 2, or after two passes what they show, from 1 to 4."""
+def _power(first: tuple[float, float], second: tuple[float, float] | None = None, *, least: float) -> float:
+    """The power of s with which KL(s) grows: 2, or after two passes what they show, from `least` to 4.
+
+    KL(s) grows slowly where predictions are saturated, and faster again at shorter steps: on the way down, at least 1.
+    """
     if second is None or first[0] == second[0] or not all(RESOLVED < at[1] < math.inf for at in (first, second)):
         return 2.0
-    return min(max(math.log(second[1] / first[1]) / math.log(second[0] / first[0]), 1.0), 4.0)
+    return min(max(math.log(second[1] / first[1]) / math.log(second[0] / first[0]), least), 4.0)
 
 
 class Rate:
@@ -225,19 +227,19 @@ class KLBudget:
         if math.isinf(ratio):  # no samples and no noise: there is nowhere to go
             self.last = Step(self.start or 0.0, 0.0)
             return self.last
-        kl, limit, passes = self.probe.along(direction), math.inf, PASSES
+        kl, limit, extra = self.probe.along(direction), math.inf, 0
         if self.K_noise is not None:
             if noise is None:
                 raise UsageError("K_noise bounds the noise's own KL divergence, which this method does not know: pass "
                                  "K_noise=None")
             limit = self.limit(noise())
         if self.start is None:
-            tiny, passes = TINY * ratio, PASSES - 1
+            tiny, extra = TINY * ratio, 1
             found = kl(tiny)
             self.start = tiny * (math.sqrt(self.kappa / found) if RESOLVED < found < math.inf else
                                  _factor(self.kappa, found))
-        step = search(kl, self.start, self.kappa, limit, passes)
-        self.last = Step(step.s, step.kl, step.passes + PASSES - passes)
+        step = search(kl, self.start, self.kappa, limit)
+        self.last = Step(step.s, step.kl, step.passes + extra)
         self.start = step.s if step.s > 0 else self.start / 100
         return self.last
 

