@@ -6,7 +6,8 @@ The names below are the optimizer. They are imported when first used (PEP 562), 
     for Opacus users      DPNGD
     the pieces            PerSample (per-sample gradients), KFAC (curvature of public images),
                           Kronecker and Euclidean (geometries), GaussianMechanism (clip, sum, noise)
-    the floor             DynamicFloor, lambda_safe, eta_ngd
+    the floor             DynamicFloor, lambda_safe, eta_ngd, floor_by_rank
+    how far to go         Rate, KLBudget, Probe
     the privacy           calibrate (sigma for a budget), spent (budget of a sigma)
     errors                UsageError
 
@@ -30,13 +31,17 @@ _HOMES = {
     "DynamicFloor": "dpngd.clamping",
     "lambda_safe": "dpngd.clamping",
     "eta_ngd": "dpngd.clamping",
+    "floor_by_rank": "dpngd.clamping",
+    "Rate": "dpngd.steps",
+    "KLBudget": "dpngd.steps",
+    "Probe": "dpngd.steps",
     "calibrate": "dpngd.privacy",
     "spent": "dpngd.privacy",
     "UsageError": "dpngd.errors",
 }
 
 if TYPE_CHECKING:  # for editors and type checkers, which do not call __getattr__
-    from dpngd.clamping import DynamicFloor, eta_ngd, lambda_safe
+    from dpngd.clamping import DynamicFloor, eta_ngd, floor_by_rank, lambda_safe
     from dpngd.curvature import KFAC
     from dpngd.errors import UsageError
     from dpngd.geometry import Euclidean, Kronecker
@@ -44,9 +49,10 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not call __getattr_
     from dpngd.mechanism import GaussianMechanism
     from dpngd.opacus import DPNGD
     from dpngd.privacy import calibrate, spent
+    from dpngd.steps import KLBudget, Probe, Rate
 
-__all__ = ["DPNGD", "KFAC", "DynamicFloor", "Euclidean", "GaussianMechanism", "Kronecker", "PerSample", "UsageError",
-           "calibrate", "eta_ngd", "lambda_safe", "spent"]
+__all__ = ["DPNGD", "KFAC", "DynamicFloor", "Euclidean", "GaussianMechanism", "KLBudget", "Kronecker", "PerSample",
+           "Probe", "Rate", "UsageError", "calibrate", "eta_ngd", "floor_by_rank", "lambda_safe", "spent"]
 
 
 def __getattr__(name: str) -> object:

@@ -6,12 +6,15 @@
 
 With every eigenvalue of F at or above lambda_safe, E||step of DP-NGD||^2 is at most DP-SGD's bound
 eta_sgd^2 C_sgd^2 (1 + d sigma^2 / B^2). No private data enter: lambda_t is a function of t alone.
+
+lambda_safe="auto" takes lambda_safe from F at theta_0 instead (`floor_by_rank`), and lambda_base = lambda_safe / 4: a
+function of public images and of initial weights that no private data have touched.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +23,9 @@ from dpngd.errors import UsageError
 if TYPE_CHECKING:
     from dpngd.curvature import LayerCurvature
 
+AUTO = "auto"
 RANK_SHARE = 0.003
+BASE_RATIO = 0.25  # lambda_base / lambda_safe where only lambda_safe is given
 
 
 def lambda_safe(eta_ngd: float, C_ngd: float, eta_sgd: float, C_sgd: float) -> float:
@@ -45,19 +50,39 @@ def floor_by_rank(curvature: Sequence[LayerCurvature], share: float = RANK_SHARE
     """The eigenvalue of F above which `share` of all directions lie: a floor from public images alone.
 
     With n directions over all layers, largest eigenvalue first, it is number floor(share n) + 1, so that floor(share n)
-    directions (fewer where eigenvalues are equal) are above it. It scales with F.
+    directions (fewer where eigenvalues are equal) are above it; of a tiny network, one. It scales with F.
     """
     import torch
 
     if not 0 < share < 1:
         raise UsageError(f"share is {share!r}: it must be above 0 and below 1")
     spectrum = torch.cat([layer.spectrum().flatten() for layer in curvature])
-    rank = min(int(share * spectrum.numel()), spectrum.numel() - 1)
+    rank = min(max(1, int(share * spectrum.numel())), spectrum.numel() - 1)
     floor = float(spectrum.sort(descending=True).values[rank])
     if not floor > 0:
         raise UsageError(f"only {int((spectrum > 0).sum())} of {spectrum.numel()} directions have curvature, fewer "
                          f"than {100 * share:g} %: take more public images, or a smaller share")
     return floor
+
+
+def check_lambda_safe(value: float | str) -> None:
+    """Refuse what is neither a positive number nor "auto"."""
+    if isinstance(value, str) and value != AUTO:
+        raise UsageError(f"lambda_safe is {value!r}: it must be a positive number, or {AUTO!r}")
+    if value != AUTO:
+        _positive("lambda_safe", value)
+
+
+def dynamic_floor(lambda_safe: float | str, T: int, *, lambda_base: float | None = None, T1: float = 0.1,
+                  p: float = 10.0, curvature: Callable[[], Sequence[LayerCurvature]] | None = None,
+                  share: float = RANK_SHARE) -> DynamicFloor:
+    """The paper's schedule from a number, or from "auto" and F at theta_0, which is estimated only then."""
+    check_lambda_safe(lambda_safe)
+    if lambda_safe == AUTO:
+        if curvature is None:
+            raise UsageError(f"lambda_safe={AUTO!r} is found from the curvature of public images: pass one")
+        lambda_safe = floor_by_rank(curvature(), share)
+    return DynamicFloor(lambda_safe, BASE_RATIO * lambda_safe if lambda_base is None else lambda_base, T, T1, p)
 
 
 @dataclass(frozen=True)
@@ -113,5 +138,5 @@ Floor = DynamicFloor | FixedFloor | NoFloor
 
 
 def _positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
+    if isinstance(value, str) or not (math.isfinite(value) and value > 0):
         raise UsageError(f"{name} is {value!r}: it must be a positive number")

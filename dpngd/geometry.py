@@ -129,6 +129,17 @@ class Kronecker:
         above = sum(int((layer.Lam > layer.floor).sum()) for layer in self.layers)
         return 1 - above / total
 
+    def noise_energy(self) -> float:
+        """tr(R F R) = sum_i lambda_i lambda~_i^(2 right): twice the KL divergence that N(0, I) in R's input causes.
+
+        To second order, KL(p_theta || p_{theta - u}) = u' F u / 2, with F as estimated, not clamped; u = R xi.
+        """
+        total = 0.0
+        for F, layer in zip(self.curvature, self.layers, strict=True):
+            whole = layer.Lam if self.clamp == "factor" else F.spectrum().clamp(min=self.lambda_t)
+            total += float((F.spectrum() * whole ** (2 * self.right)).sum())
+        return total
+
     def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
         if self.left == 0:
             return Euclidean.sq_norms(self, g)

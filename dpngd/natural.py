@@ -7,7 +7,7 @@
     for t in range(T):
         natural.prepare(t)
         release = mechanism.release(gradients, natural.geometry, zeros, noise)
-        theta <- theta - eta * release.direction
+        theta <- theta - s * release.direction                     s: a rate or a KL budget (`dpngd.steps`)
 
 Guarantee: `prepare` sees public images, weights that were released before, and t. None of them costs privacy. Where the
 estimate comes from private data (`dpngd.methods.private_curvature`), the estimate itself is a release that is paid for.
@@ -18,11 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Generator, Tensor
 
 from dpngd.clamping import Floor
-from dpngd.curvature import LayerCurvature
+from dpngd.curvature import LayerCurvature, sampled_labels
 from dpngd.errors import UsageError
 from dpngd.geometry import Kronecker
+from dpngd.gradients import PerSample, micro_batches
+from dpngd.mechanism import Geometry
 
 Estimate = Callable[[], list[LayerCurvature]]
 """F of every layer at the present weights: `curvature.KFAC`, or a noisy one."""
@@ -35,16 +38,18 @@ class Natural:
     floor      lambda_t as a function of t (Module 2)
     T_cur      steps between two estimates
     unit       F and lambda_t are divided by it. The Opacus optimizer whitens by F / lambda_safe, see there
+    start      F at theta_0 where it was estimated before, to find the floor: the first refresh takes it
     """
 
     def __init__(self, estimate: Estimate, floor: Floor, T_cur: int, *, geometry: Kronecker | None = None,
-                 unit: float = 1.0, dtype: torch.dtype = torch.float32):
+                 unit: float = 1.0, dtype: torch.dtype = torch.float32, start: list[LayerCurvature] | None = None):
         if T_cur < 1:
             raise UsageError(f"T_cur is {T_cur}: the curvature is refreshed every T_cur >= 1 steps")
         self.estimate, self.floor, self.T_cur = estimate, floor, T_cur
         self.geometry = Kronecker() if geometry is None else geometry
         self.unit, self.dtype = unit, dtype
         self.F: list[LayerCurvature] | None = None
+        self._start = start
 
     def prepare(self, t: int) -> None:
         """Fix F~ for step t; call it before the step's first batch is looked at."""
@@ -54,9 +59,29 @@ class Natural:
 
     def refresh(self) -> None:
         """Module 1: estimate F now."""
-        F = self.estimate()
+        F, self._start = self._start or self.estimate(), None
         self.F = F if self.unit == 1 else [layer.scaled(1 / self.unit) for layer in F]
+
+    def noise_energy(self) -> float:
+        """tr(R F R) with F in its own units: see `Kronecker.noise_energy`. Public, as F is."""
+        return self.unit * self.geometry.noise_energy()
 
     def diagnose(self) -> dict[str, float]:
         """The floor and the share of eigenvalues on it. Public, as F is."""
         return {"lambda_t": self.geometry.lambda_t * self.unit, "clamped_share": self.geometry.clamped_share()}
+
+
+def public_clip(per_sample: PerSample, geometry: Geometry, x: Tensor, ratio: float, labels: Generator) -> float:
+    """C from public images x: `ratio` times the median of ||L g_i|| at the present weights, with labels y ~ p_theta.
+
+    Where the step's length comes from a KL budget, C scales d, and s undoes it: C decides only which samples are
+    clipped. At 1 about half of them are at the start, and fewer later, as gradients shrink. A small ratio normalises:
+    at 0.001, min(1, C / ||L g_i||) is C / ||L g_i|| for all samples but those that are classified with near certainty.
+    The sensitivity is C for every ratio: the mechanism is the same.
+    """
+    y = sampled_labels(per_sample.model, x, labels)
+    norms = torch.cat([geometry.sq_norms(g)[0][0].sqrt() for g in micro_batches(per_sample, x, y)]).double()
+    norms = norms[norms.isfinite() & (norms > 0)]
+    if not len(norms):
+        raise UsageError("no public image has a gradient that is finite and not zero: C cannot be found from them")
+    return ratio * float(norms.median())

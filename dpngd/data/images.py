@@ -16,11 +16,13 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from dpngd.errors import UsageError
+from dpngd.images import fit
+
+__all__ = ["find_images", "fit", "montage", "per_class", "read_image", "save_png", "to_nchw"]
 
 # Raster formats only: by its content Pillow would take a file for EPS, whatever its name, and start Ghostscript.
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
-LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in Pillow's conversion to grey
 
 
 def find_images(folder: Path) -> list[Path]:
@@ -43,22 +45,6 @@ def read_image(path: Path, height: int = 32, width: int = 32) -> np.ndarray:
 def to_nchw(x: np.ndarray) -> Tensor:
     """(n,H,W,C) numpy to (n,C,H,W) torch."""
     return torch.from_numpy(np.array(x.transpose(0, 3, 1, 2), order="C"))  # a copy: arrays of files are read-only
-
-
-def fit(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """x (n,C,H,W) uint8 in the channels and size of `shape` (C,H,W); unchanged where it already fits."""
-    channels, height, width = shape
-    if x.shape[1] == 3 and channels == 1:
-        grey = (x.float() * torch.tensor(LUMA).view(1, 3, 1, 1)).sum(1, keepdim=True)
-        x = grey.round().clamp(0, 255).to(torch.uint8)
-    elif x.shape[1] == 1 and channels == 3:
-        x = x.expand(-1, 3, -1, -1)
-    if x.shape[2:] != (height, width):
-        x = torch.nn.functional.interpolate(
-            x.float(), size=(height, width), mode="bicubic", antialias=True, align_corners=False
-        )
-        x = x.round().clamp(0, 255).to(torch.uint8)
-    return x.contiguous()
 
 
 def montage(x: Tensor, columns: int, zoom: int = 2, gap: int = 2) -> Image.Image:

@@ -9,6 +9,10 @@
     dp-ngd and its arms    gradient sum under F~'s power, C          (epsilon, delta)
     dp-ngd-private-f       as dp-ngd; every T_cur steps also         (epsilon, delta) for both, composed by PRV; the
                            K-FAC factors, 1 and curvature_C          share f fixes the ratio of the noises
+    dp-ngd-kl, -free,      as dp-ngd, and for dp-sgd-kl as dp-sgd;   (epsilon, delta)
+    dp-sgd-kl              C from public images
+
+The last three have no rate: their step is as long as a KL budget says (`dpngd.steps`), which is post-processing.
 
 Adding a method is one entry here (`register`), a builder (one of those here, or a function Setting -> Built), and its
 settings in params/. The guarantee of a method is in the docstring of its builder. All are for adding or removing one
@@ -33,12 +37,16 @@ if TYPE_CHECKING:
     from dpngd.mechanism import GaussianMechanism, Geometry
     from dpngd.noise import Noise
     from dpngd.privacy import Spend
+    from dpngd.steps import Steps
 
 PUBLIC = frozenset({"public", "public_size"})
 CURVATURE = frozenset({"C", "T_cur"})  # what every DP-NGD reads, whatever its floor
 FLOORS = {"dynamic": frozenset({"lambda_safe", "lambda_base", "T1", "p"}), "fixed": frozenset({"lambda_safe"}),
-          "none": frozenset()}
+          "auto": frozenset({"floor_rank", "T1", "p"}), "none": frozenset()}
 """The floors of Module 2 (`dpngd.clamping`), and the fields that each reads."""
+
+KL_STEP = frozenset({"kl_budget", "kl_noise", "probe", "clip_ratio"})
+"""What a method without a rate reads: its KL budget, and where C comes from."""
 
 # Okabe and Ito's colours, which people with any of the common colour deficiencies can tell apart.
 BLACK, SKY, ORANGE, GREEN, BLUE, VERMILION, PURPLE = ("#000000", "#56B4E9", "#E69F00", "#009E73", "#0072B2", "#D55E00",
@@ -66,6 +74,12 @@ class Method:
     floor: str = "dynamic"  # a key of FLOORS
     labels: str = "sampled"  # of the Fisher matrix (`dpngd.curvature`)
     curvature_share: float = 0.0  # the fraction f of the budget for private curvature: fixes the ratio of the noises
+    public_from: tuple[str, ...] = ()  # the only public sets that it takes; any where empty
+
+    @property
+    def rate(self) -> bool:
+        """Whether it has a learning rate eta; the others have a KL budget."""
+        return "kl_budget" not in self.uses
 
     @property
     def public(self) -> bool:
@@ -131,6 +145,8 @@ class Built:
     mechanism: GaussianMechanism
     prepare: Callable[[int], None] = lambda t: None
     diagnose: Callable[[], dict[str, float]] = dict
+    noise_kl: Callable[[], float] | None = None  # the KL divergence that the coming step's noise causes at s = 1
+    steps: Steps | None = None  # how far to go; None takes what the config says (`build`)
 
 
 def plan(config: Any, q: float, N: int) -> list[Spend]:
@@ -143,7 +159,21 @@ def plan(config: Any, q: float, N: int) -> list[Spend]:
 
 def build(setting: Setting) -> Built:
     """The method that the config names."""
-    return builder_of(setting.method)(setting)
+    built = builder_of(setting.method)(setting)
+    if built.steps is None:
+        built.steps = steps_of(setting)
+    return built
+
+
+def steps_of(setting: Setting) -> Steps:
+    """How far the method goes: the config's rate, with a guard where it has one, or its KL budget."""
+    from dpngd.steps import PROBE, KLBudget, Probe, Rate
+
+    c, model = setting.config, setting.per_sample.model
+    if not setting.method.rate:
+        return KLBudget(c.kl_budget, c.T, Probe(model, setting.public[: c.probe]), c.kl_noise)
+    radius = getattr(c, "kl_radius", None)
+    return Rate(c.eta, radius, None if radius is None else Probe(model, setting.public[:PROBE]))
 
 
 def builder_of(method: Method) -> Callable[[Setting], Built]:
@@ -203,3 +233,15 @@ _natural("dp-ngd-private-20", "private 20/80", "private curvature for 20% of the
          studies="private curvature")
 _natural("dp-ngd-private-50", "private 50/50", "private curvature for 50% of the budget", curvature_share=0.5,
          studies="private curvature")
+register(Method(
+    name="dp-ngd-kl", label="DP-NGD, KL step", about="dp-ngd with a floor by rank and a KL budget: no rate",
+    colour=BLUE, marker=">", left=-0.5, right=-0.5, floor="auto", builder="dpngd.methods.dp_ngd:build_kl",
+    uses=PUBLIC | {"T_cur"} | FLOORS["auto"] | KL_STEP))
+register(Method(
+    name="dp-ngd-free", label="DP-NGD free", about="dp-ngd-kl on public images made here: no rate, no public data",
+    colour=VERMILION, marker="*", left=-0.5, right=-0.5, floor="auto", builder="dpngd.methods.dp_ngd:build_kl",
+    uses=PUBLIC | {"T_cur"} | FLOORS["auto"] | KL_STEP, public_from=("noise", "dead-leaves")))
+register(Method(
+    name="dp-sgd-kl", label="DP-SGD, KL step", about="DP-SGD with a KL budget (a control; F only measures the noise)",
+    colour=BLACK, marker="<", left=0.0, right=0.0, floor="none", builder="dpngd.methods.dp_ngd:build_kl",
+    uses=PUBLIC | {"T_cur"} | KL_STEP))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from dpngd.clamping import DynamicFloor, FixedFloor, Floor, NoFloor
+from dpngd.clamping import AUTO, DynamicFloor, FixedFloor, Floor, NoFloor, dynamic_floor
 from dpngd.curvature import KFAC
 from dpngd.geometry import Kronecker
+from dpngd.gradients import PerSample
 from dpngd.mechanism import GaussianMechanism
 from dpngd.methods import Built, Setting
-from dpngd.natural import Estimate, Natural
+from dpngd.natural import Estimate, Natural, public_clip
 from dpngd.noise import stream
 
 
@@ -25,6 +27,33 @@ def build(setting: Setting) -> Built:
     labels = setting.method.labels
     generator = None if labels == "exact" else stream(setting.config.seed, "labels")
     return whitened(setting, KFAC(setting.per_sample.model, setting.public, labels=labels, generator=generator))
+
+
+def build_kl(setting: Setting) -> Built:
+    """The same maps; floor and C from public images, and a KL budget in place of a rate.
+
+    Guarantee: T releases of the sum of F~^left g, sensitivity C, noise sigma C; (epsilon, delta) by PRV. The floor and
+    C are found once, from public images at theta_0, before any private sample is drawn: they are constants of the run.
+    The length of a step is post-processing (`dpngd.steps`). For the rest, see `build`.
+    """
+    m, c, model = setting.method, setting.config, setting.per_sample.model
+    kfac = KFAC(model, setting.public, labels=m.labels, generator=stream(c.seed, "labels"))
+    F = kfac()
+    floor = (NoFloor() if m.floor == "none" else
+             dynamic_floor(AUTO, c.T, T1=c.T1, p=c.p, curvature=lambda: F, share=c.floor_rank))
+    dtype = setting.per_sample.zeros()[0].dtype
+    natural = Natural(kfac, floor, c.T_cur, geometry=Kronecker(m.left, m.right, m.clamp), dtype=dtype, start=F)
+    natural.geometry.set(F, floor(0), dtype)
+    C = public_clip(PerSample(model, check=False), natural.geometry, setting.public, c.clip_ratio,
+                    stream(c.seed, "clip"))
+    mechanism = GaussianMechanism((C,), setting.spends[0].sigma, c.B)
+    diagnose = dict if m.left == m.right == 0 else natural.diagnose  # F is no part of a control without whitening
+    return Built(natural.geometry, mechanism, natural.prepare, diagnose, noise_kl(mechanism, natural))
+
+
+def noise_kl(mechanism: GaussianMechanism, natural: Natural) -> Callable[[], float]:
+    """The KL divergence that a step's noise causes at s = 1: (sigma C / B)^2 / 2 tr(R F R)."""
+    return lambda: (mechanism.noise_std[0] / mechanism.B) ** 2 / 2 * natural.noise_energy()
 
 
 def whitened(setting: Setting, estimate: Estimate) -> Built:

@@ -293,7 +293,8 @@ def private(name: str) -> Callable[[Bench], Contender]:
         def step() -> None:
             batches = workers.gradients(pieces(bench.x, bench.y, bench.K, views))
             release = built.mechanism.release(batches, built.geometry, per_sample.zeros(), noise)
-            per_sample.add_(release.direction, -1e-6)
+            s = built.steps(per_sample.to_params(release.direction), built.noise_kl).s
+            per_sample.add_(release.direction, -s)
 
         def refresh() -> None:
             built.prepare(0)
@@ -308,11 +309,14 @@ def settings_of(name: str, bench: Bench) -> RunConfig:
     """A config for the clock: what a step costs depends on shapes, and on the floor through the rank that it leaves."""
     values = {"C": 1.0, "C0": 10.0, "C1": 2.0, "gep_directions": GEP_DIRECTIONS, "adadps_e": 1e-5, "T_cur": 1,
               "lambda_safe": bench.floor, "lambda_base": bench.floor, "T1": 0.1, "p": 10.0, "curvature_C": 1.0,
-              "public": "noise", "public_size": len(bench.public), "pt_steps": 1, "pt_eta": 0.1}
+              "public": "noise", "public_size": len(bench.public), "pt_steps": 1, "pt_eta": 0.1,
+              "kl_budget": 1e-3, "kl_noise": 1e-3, "probe": min(128, len(bench.public)), "floor_rank": 0.003,
+              "clip_ratio": 0.1, "eta": 1e-6}
     return RunConfig.from_dict({
-        "method": name, "data": "cifar10", "model": "small", "epsilon": 1.0, "B": bench.B, "T": 1, "eta": 1e-6,
+        "method": name, "data": "cifar10", "model": "small", "epsilon": 1.0, "B": bench.B, "T": 1,
         "seed": 0, "K": bench.K, "augment": bench.K > 1, "evals": 1,
-        **{field: value for field, value in values.items() if field in METHODS[name].uses}})
+        **{field: value for field, value in values.items()
+           if field in METHODS[name].uses or (field == "eta" and METHODS[name].rate)}})
 
 
 def contender(name: str) -> Callable[[Bench], Contender]:

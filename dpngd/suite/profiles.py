@@ -198,10 +198,12 @@ class Profile:
             values["T"] = max(1, round(tuned["T"] * values["T"]))
             origins["T"] = (*origins["T"], f"times {tuned['T']:g}", TUNED) if tuned["T"] != 1 else origins["T"]
         values |= {n: v for n, v in own.items() if n in wanted} | changes
-        derive = self._whitened if METHODS[method].second_order else self._plain
-        derived = derive(values, method, like, epsilon, own | changes)
-        eta, whence = derived["eta"]
-        derived["eta"] = number(eta * rate), (*whence, *((f"times {rate:g}", TUNED) if rate != 1 else ()))
+        derived = {}
+        if METHODS[method].rate:  # a method with a KL budget has none: everything about it is stated
+            derive = self._whitened if METHODS[method].second_order else self._plain
+            derived = derive(values, method, like, epsilon, own | changes)
+            eta, whence = derived["eta"]
+            derived["eta"] = number(eta * rate), (*whence, *((f"times {rate:g}", TUNED) if rate != 1 else ()))
         derived = {n: d for n, d in derived.items() if n not in changes and n in (*wanted, "eta")}
         values |= {n: value for n, (value, _) in derived.items()}
         origins |= {n: origin for n, (_, origin) in derived.items()} | dict.fromkeys(own, (TUNED,))

@@ -52,7 +52,7 @@ class RunConfig:
     B: int = _field("expected batch size; Poisson sampling at exactly q = B/N", "[1, inf)")
     T: int = _field("training steps", "[1, inf)")
     K: int = _field("augmentation multiplicity: views averaged into one sample's gradient", "[1, inf)", 1)
-    eta: float = _field("learning rate, constant", "(0, inf)")
+    eta: float | None = _field("learning rate, constant; none for a method with a KL budget", "(0, inf)", None)
     seed: int = _field("seed of all random streams of the run", "[0, inf)")
     N: int | None = _field("size of the seeded private subset; None is the whole set", "[1, inf)", None)
     validation: float = _field("share of the private set that replaces the test set (tuning)", "[0, 1)", 0.0)
@@ -74,6 +74,13 @@ class RunConfig:
     pt_steps: int | None = _field("DP-SGD-PT: steps of pre-training on the public set", "[1, inf)", None)
     pt_eta: float | None = _field("DP-SGD-PT: learning rate of pre-training", "(0, inf)", None)
     curvature_C: float | None = _field("private curvature: clip of a sample's contribution", "(0, inf)", None)
+    kl_budget: float | None = _field("KL budget K in nats: each step moves the predictions by K / T", "(0, inf)", None)
+    kl_noise: float | None = _field("nats of it that may be noise, in all; a huge value for no bound", "(0, inf)", None)
+    probe: int | None = _field("public images on which a step's KL divergence is measured", "[16, 5000]", None)
+    floor_rank: float | None = _field("share of all directions above lambda_safe, which it sets", "(0, 1)", None)
+    clip_ratio: float | None = _field("C over the median norm of public gradients at the start, in the clipped space; "
+                                      "0.001 normalises nearly every sample", "(0, inf)", None)
+    kl_radius: float | None = _field("guard beside eta: steps with a larger KL are shortened", "(0, inf)", None)
     data_digest: str | None = _field("own data: digest of their content, found when not given", None, None)
     public_digest: str | None = _field("own public images: digest of their content, found when not given", None, None)
 
@@ -87,12 +94,25 @@ class RunConfig:
         self._check_used()
         if self.public is not None:
             _check_public(self.public)
+            allowed = METHODS[self.method].public_from
+            if allowed and not set(self.public.split("+")) <= set(allowed):
+                raise UsageError(f"public = {self.public!r}: {self.method} makes its public images itself ("
+                                 f"{' or '.join(allowed)}); take dp-ngd-kl for another public set")
         self._check_sizes()
         self._find_digests()
 
     def _check_used(self) -> None:
         """The method's fields are set, and no other method's."""
-        uses = METHODS[self.method].uses
+        entry, uses = METHODS[self.method], METHODS[self.method].uses
+        if entry.rate and self.eta is None:
+            raise UsageError("eta = None: must be float, not NoneType")
+        for name in ("eta", "kl_radius") if not entry.rate else ():
+            if getattr(self, name) is not None:
+                raise UsageError(f"{name} = {getattr(self, name)!r} beside kl_budget: {self.method} has no rate, its "
+                                 "KL budget decides how far a step goes; leave it out")
+        if self.kl_radius is not None and not entry.public:
+            raise UsageError(f"kl_radius = {self.kl_radius!r}: {self.method} has no public images to measure a step's "
+                             "KL divergence on, leave it out")
         for name in METHOD_FIELDS:
             value = getattr(self, name)
             if name in uses and value is None:
@@ -114,6 +134,8 @@ class RunConfig:
             raise UsageError(f"K = {self.K} without augment would average equal views: set augment or K = 1")
         if self.lambda_base is not None and self.lambda_base > self.lambda_safe:
             raise UsageError(f"lambda_base = {self.lambda_base} is above lambda_safe = {self.lambda_safe}")
+        if self.probe is not None and self.probe > self.public_size:
+            raise UsageError(f"probe = {self.probe} is more than the {self.public_size} public images: lower it")
 
     def _find_digests(self) -> None:
         """The digest of own data beside their path; none beside the name of a known data set."""
@@ -136,7 +158,10 @@ class RunConfig:
         for name in values:
             if name not in FIELDS:
                 raise unknown("field", name, FIELDS)
-        missing = [n for n, f in FIELDS.items() if f.default is dataclasses.MISSING and n not in values]
+        entry = METHODS.get(str(values.get("method")))
+        rate = {"eta"} if entry is None or entry.rate else set()
+        missing = [n for n, f in FIELDS.items()
+                   if (f.default is dataclasses.MISSING or n in rate) and n not in values]
         if missing:
             raise UsageError(f"a run needs {', '.join(missing)}")
         return cls(**values)

@@ -31,6 +31,7 @@ class Clock:
     setup        data, calibration, start; at the end what was spent
     curvature    what the method estimates before a step (F, moments, basis)
     gradients    forward and backward passes, and per-sample gradients
+    step         how far to go: passes over the probe of a KL budget
     mechanism    norms ||L g_i||, clipping, weighted sums, L, noise and R
     evaluation   accuracy on the test part
     rest         everything else: updates, averages, notes
@@ -100,10 +101,11 @@ class Log:
         since = self.along[-1]["step"] if self.along else 0
         norms = release.norms.double()
         levels = norms.new_tensor(QUANTILES)
+        public = self.method.diagnose() | self.method.steps.diagnose()
         self.along.append({
             "step": self.steps, "clipped": mean(self.clipped[since:]), "weight_norm": finite_or_none(self.weights[-1]),
             "norms": norms.quantile(levels, dim=1).mT.tolist() if norms.shape[1] else None,
-            **{name: finite_or_none(value) for name, value in self.method.diagnose().items()}})
+            **{name: finite_or_none(value) for name, value in public.items()}})
 
     def _weight_norm(self) -> float:
         squares = [torch.linalg.vector_norm(p.detach(), dtype=torch.float64) ** 2 for p in self.model.parameters()]

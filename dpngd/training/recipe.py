@@ -32,6 +32,7 @@ STREAMS = {
     "augmentation": "crops and flips",
     "noise": "the Gaussian mechanism",
     "labels": "labels for the Fisher matrix, from the model or at random",
+    "clip": "labels of the public gradients whose norms give C, where C is found so",
     "pretraining": "order of the public images in DP-SGD-PT's pre-training",
     "curvature-noise": "noise on private curvature, in the ablation that estimates it so",
     "curvature-sampling": "Poisson batches of that estimate",

@@ -100,7 +100,13 @@ def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None
         with clock.phase("mechanism"):  # Module 3
             gradients = workers.gradients(batches.draw(), clock)
             release = built.mechanism.release(gradients, built.geometry, per_sample.zeros(), xi)
-        per_sample.add_(release.direction, -config.eta)
+        try:
+            with clock.phase("step"):  # post-processing: public images, released weights and the release
+                s = built.steps(per_sample.to_params(release.direction), built.noise_kl).s
+        except FloatingPointError:
+            log.diverged()
+            break
+        per_sample.add_(release.direction, -s)
         ema.update()
         log.step(release)
         if progress:

@@ -13,14 +13,18 @@ SHAPE, CLASSES = (1, 6, 6), 4
 VALUES = {
     "public": "photos", "public_size": 50, "C": 0.7, "lambda_safe": 0.2, "lambda_base": 0.05, "T1": 0.25, "p": 2.0,
     "T_cur": 3, "adadps_e": 1e-4, "C0": 0.9, "C1": 0.4, "gep_directions": 12, "pt_steps": 5, "pt_eta": 0.05,
-    "curvature_C": 0.6,
+    "curvature_C": 0.6, "kl_budget": 2.0, "kl_noise": 1.0, "probe": 16, "floor_rank": 0.02, "clip_ratio": 0.9,
 }
 """No two clips are equal, so that a channel clipped to another's is seen."""
 
 
 def config(method, **changes):
     values = {k: v for k, v in VALUES.items() if k in METHODS[method].uses}
-    base = {"data": "digits", "model": "small", "epsilon": 2.0, "B": 8, "T": 4, "eta": 0.5, "seed": 3, "evals": 1}
+    base = {"data": "digits", "model": "small", "epsilon": 2.0, "B": 8, "T": 4, "seed": 3, "evals": 1}
+    if METHODS[method].rate:
+        base["eta"] = 0.5
+    if METHODS[method].public_from:
+        values["public"] = METHODS[method].public_from[0]
     return RunConfig.from_dict({**base, "method": method, **values, **changes})
 
 

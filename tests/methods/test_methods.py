@@ -21,13 +21,16 @@ from dpngd.noise import seeded_noise, stream
 from dpngd.privacy import composed
 
 HUGE = 1e12
-PUBLIC_ARMS = [m for m in METHODS if m.startswith("dp-ngd") and not METHODS[m].curvature_share]
+PUBLIC_ARMS = [m for m in METHODS if m.startswith("dp-ngd") and METHODS[m].rate and not METHODS[m].curvature_share]
+NO_RATE = [m for m in METHODS if not METHODS[m].rate]
 KINDS = ["plain", "zero", "nan", "inf", "duplicate", "1e-20", "1e3", "1e8", "1e18", "1e30"]
 BATCHES = st.lists(st.sampled_from(KINDS), min_size=1, max_size=7)
 
 
 def clips(name):
     c = config(name)
+    if name in NO_RATE:  # C is found from public images: the test of that is below
+        return prepared(name)[0].mechanism.clips
     return (c.C0, c.C1) if name == "gep" else (c.C,)
 
 
@@ -170,6 +173,58 @@ def test_update_of_dp_ngd_and_its_arms_is_their_formula(name, C):
     assert C == HUGE or (c < 1).any()
     exact = -(0.5 / 8) * R @ (c[:, None] * whitened).sum(0)
     torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
+
+
+def dense_power(F, floor, p):
+    """F~^p over all parameters from what was estimated."""
+    blocks = []
+    for layer in F:
+        pairs = ((layer.lambda_A, layer.Q_A), (layer.lambda_G, layer.Q_G))
+        A, G = ((Q[0] * values[0]) @ Q[0].mT for values, Q in pairs)
+        blocks.append(kfac_power(A[None], G[None], floor, p))
+    return torch.block_diag(*blocks)
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.9])
+@pytest.mark.parametrize("name", NO_RATE)
+def test_without_a_rate_floor_and_clip_are_those_of_the_public_images_and_the_release_is_the_formula(name, ratio):
+    model, public = network(torch.float64), images(20, "public", torch.float64)
+    s = setting(name, model=model, dtype=torch.float64, clip_ratio=ratio)
+    m = build(s)
+    m.prepare(0)
+    F = m.geometry.curvature
+    expected = KFAC(network(torch.float64), public, generator=stream(3, "labels"))()
+    assert all(torch.equal(a.spectrum(), b.spectrum()) for a, b in zip(F, expected, strict=True))
+    spectrum = torch.cat([layer.spectrum().flatten() for layer in F]).sort(descending=True).values
+    whitening = METHODS[name].left
+    floor = float(spectrum[int(0.02 * len(spectrum))]) if whitening else 1e-12
+    assert m.geometry.lambda_t == pytest.approx(floor)
+    L = dense_power(F, floor, whitening)
+    y = sampled_labels(model, public, stream(3, "clip"))
+    norms = (torch.cat([part.flatten(1) for part in per_sample(model, public, y)[0]], 1) @ L).norm(dim=1)
+    C = ratio * float(norms.median())
+    assert m.mechanism.clips == pytest.approx((C,), rel=1e-6)
+
+    x, y = images(9, "private", torch.float64), labels(9)
+    g = torch.cat([part.flatten(1) for part in per_sample(model, x, y)[0]], 1) @ L
+    c = (C * (1 - 1e-5) / g.norm(dim=1)).clamp(max=1)
+    assert (c < 1).all() if ratio < 0.01 else (c < 1).any()
+    exact = dense_power(F, floor, METHODS[name].right) @ (c[:, None] * g).sum(0) / 8
+    zeros = s.per_sample.zeros()
+    release = m.mechanism.release(iter([s.per_sample(x, y)]), m.geometry, zeros, seeded_noise(0))
+    torch.testing.assert_close(flatten(release.direction), exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("name", NO_RATE)
+def test_the_noises_own_kl_is_half_its_variance_times_the_trace(name):
+    """E[u' F u] / 2 for u = R xi sigma C / B, with F as estimated, and R from its clamped eigenvalues; dense."""
+    m = method(name, sigma=1.5, dtype=torch.float64, model=network(torch.float64))
+    for t in (0, 2):
+        m.prepare(t)
+        F = m.geometry.curvature
+        R = dense_power(F, m.geometry.lambda_t, METHODS[name].right)
+        trace = float((R @ dense_power(F, 1e-300, 1) @ R).trace())
+        assert m.noise_kl() == pytest.approx((1.5 * m.mechanism.clips[0] / 8) ** 2 / 2 * trace, rel=1e-6)
 
 
 def test_the_floor_falls_and_rises_with_t():

@@ -100,7 +100,18 @@ def test_artifacts_share_their_runs(name):
     assert keys["ablation_floor"] & keys["utility_table"]
     assert not keys["tuning"] & set().union(*(k for a, k in keys.items() if a not in profiles.SEARCHES))
     assert len(profile.all_configs()) == len({c.key() for a in profile.artifacts for c in profile.configs(a)})
-    assert {c.method for c in profile.all_configs()} == set(METHODS)
+    assert {c.method for c in profile.all_configs()} == {m for m in METHODS if METHODS[m].rate}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("method", [m for m in METHODS if not METHODS[m].rate])
+def test_a_method_without_a_rate_is_built_from_its_settings_alone(name, method):
+    profile = load(name)
+    for data, row in profile.settings["artifacts"]["utility_table"]["cells"].items():
+        c = profile.config(method, data, row[0], 0)
+        assert (c.eta, c.lambda_safe, c.C) == (None, None, None)
+        assert (c.public == "noise") == (method == "dp-ngd-free")
+        assert profile.config(method, data, row[0], 0, kl_budget=3.0).kl_budget == 3.0
 
 
 @pytest.mark.parametrize("name", SHIPPED)

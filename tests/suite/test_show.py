@@ -104,7 +104,7 @@ def test_the_floor_by_rank_leaves_its_share_above_it_and_scales_with_F():
     assert floor_by_rank(F) == pytest.approx(997.0)  # 3 of 1,000 are above
     assert floor_by_rank(F, share=0.5) == pytest.approx(500.0)
     assert floor_by_rank([layer.scaled(7.0) for layer in F]) == pytest.approx(7 * 997.0)
-    assert floor_by_rank([diagonal(3.0, 2.0)]) == pytest.approx(3.0)  # too few to leave one above
+    assert floor_by_rank([diagonal(3.0, 2.0)]) == pytest.approx(2.0)  # at least one is above
     with pytest.raises(UsageError, match="share is 1"):
         floor_by_rank(F, share=1)
     with pytest.raises(UsageError, match="only 1 of 1000 directions have curvature"):

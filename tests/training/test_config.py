@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from dpngd.methods import METHODS
 from dpngd.training import config
 from dpngd.training.config import FIELDS, METHOD_FIELDS, RunConfig
 
+RESULTS = sorted((Path(__file__).parents[2] / "results").glob("*.jsonl"))
 COMMON = {
     "data": "digits",
     "model": "small",
@@ -28,12 +30,18 @@ COMMON = {
 SPECIFIC = {
     "public": "photos", "public_size": 500, "C": 1.0, "lambda_safe": 0.3, "lambda_base": 0.075,
     "T1": 0.1, "p": 10.0, "T_cur": 8, "adadps_e": 1e-6, "C0": 10.0, "C1": 2.0,
-    "gep_directions": 100, "pt_steps": 50, "pt_eta": 0.1, "curvature_C": 1.0,
+    "gep_directions": 100, "pt_steps": 50, "pt_eta": 0.1, "curvature_C": 1.0, "kl_budget": 10.0,
+    "kl_noise": 3.0, "probe": 128, "floor_rank": 0.003, "clip_ratio": 0.1,
 }  # fmt: skip
 
 
 def values(of="dp-ngd", **changes):
-    return {"method": of, **COMMON, **{k: SPECIFIC[k] for k in METHODS[of].uses}, **changes}
+    entry = METHODS[of]
+    made = {"public": entry.public_from[0]} if entry.public_from else {}
+    found = {"method": of, **COMMON, **{k: SPECIFIC[k] for k in entry.uses}, **made}
+    if not entry.rate:
+        del found["eta"]
+    return {**found, **changes}
 
 
 def make(of="dp-ngd", **changes):
@@ -68,7 +76,14 @@ def test_a_method_needs_its_fields_and_refuses_the_others(method, name):
 def test_which_methods_read_a_public_set():
     private = {name for name, spec in METHODS.items() if not spec.public}
     assert private == {"dp-sgd", "dp-ngd-private-20", "dp-ngd-private-50"}
-    assert all(spec.arm_of == "dp-ngd" for name, spec in METHODS.items() if name.startswith("dp-ngd-"))
+    own = {"dp-ngd-kl", "dp-ngd-free"}  # methods beyond the paper, not arms of its ablations
+    assert all((spec.arm_of is None) == (name in own) for name, spec in METHODS.items() if name.startswith("dp-ngd-"))
+
+
+def test_which_methods_have_no_rate():
+    assert {name for name, spec in METHODS.items() if not spec.rate} == {"dp-ngd-kl", "dp-ngd-free", "dp-sgd-kl"}
+    assert make("dp-ngd-free").eta is None
+    assert "eta" not in make("dp-ngd-free").canonical()
 
 
 def test_every_field_is_documented_and_frozen():
@@ -119,6 +134,20 @@ def test_every_field_is_documented_and_frozen():
         ("dp-ngd", {"lambda_base": 0.4}, "lambda_base = 0.4 is above lambda_safe = 0.3"),
         ("dp-ngd", {"public_size": 49}, r"public_size = 49: must be in \[50, 5000\]"),
         ("dp-ngd", {"public_size": 5001}, "public_size = 5001"),
+        ("dp-ngd-kl", {"eta": 1.0}, "eta = 1.0 beside kl_budget: dp-ngd-kl has no rate"),
+        ("dp-ngd-kl", {"kl_radius": 0.1}, "kl_radius = 0.1 beside kl_budget: dp-ngd-kl has no rate"),
+        ("dp-ngd", {"kl_budget": 10.0}, "kl_budget = 10.0: dp-ngd does not use it"),
+        ("dp-ngd-kl", {"kl_budget": 0.0}, r"kl_budget = 0.0: must be in \(0, inf\)"),
+        ("dp-ngd-kl", {"kl_noise": -1.0}, r"kl_noise = -1.0: must be in \(0, inf\)"),
+        ("dp-ngd-kl", {"probe": 15}, r"probe = 15: must be in \[16, 5000\]"),
+        ("dp-ngd-kl", {"probe": 501}, "probe = 501 is more than the 500 public images"),
+        ("dp-ngd-kl", {"floor_rank": 0.0}, r"floor_rank = 0.0: must be in \(0, 1\)"),
+        ("dp-ngd-kl", {"clip_ratio": 0.0}, r"clip_ratio = 0.0: must be in \(0, inf\)"),
+        ("dp-ngd-kl", {"lambda_safe": 0.3}, "lambda_safe = 0.3: dp-ngd-kl does not use it"),
+        ("dp-ngd", {"lambda_safe": "aut"}, "lambda_safe = 'aut': must be float, not str"),
+        ("dp-ngd-free", {"public": "photos"}, r"dp-ngd-free makes its public images itself \(noise or dead-leaves\)"),
+        ("dp-sgd", {"kl_radius": 0.1}, "kl_radius = 0.1: dp-sgd has no public images"),
+        ("dp-ngd", {"kl_radius": 0.0}, r"kl_radius = 0.0: must be in \(0, inf\)"),
     ],
 )
 def test_bad_values_are_refused_in_one_line(method, changes, message):
@@ -157,7 +186,8 @@ OTHER = {
     "B": 128, "T": 41, "K": 2, "eta": 1.5, "seed": 1, "N": 1400, "validation": 0.1, "augment": True,
     "ema": 0.99, "evals": 6, "public": "noise", "public_size": 501, "C": 1.1, "lambda_safe": 0.4,
     "lambda_base": 0.05, "T1": 0.2, "p": 9.0, "T_cur": 4, "adadps_e": 1e-7, "C0": 5.0, "C1": 1.0,
-    "gep_directions": 50, "pt_steps": 51, "pt_eta": 0.2, "curvature_C": 2.0,
+    "gep_directions": 50, "pt_steps": 51, "pt_eta": 0.2, "curvature_C": 2.0, "kl_budget": 3.0, "kl_noise": 1.0,
+    "probe": 32, "floor_rank": 0.01, "clip_ratio": 0.2, "kl_radius": 0.1,
 }  # fmt: skip
 
 
@@ -184,6 +214,17 @@ def test_the_key_is_the_same_in_another_process():
     code = f"from dpngd.training.config import RunConfig; print(RunConfig.from_dict({values()!r}).key())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == make().key()
+
+
+def test_the_keys_of_the_shipped_records_are_unchanged():
+    """Fields that were added later are None in them, and None is no part of a key."""
+    seen = 0
+    for path in RESULTS:
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            assert RunConfig.from_dict(record["config"]).key() == record["key"]
+            seen += 1
+    assert seen > 100
 
 
 def test_the_key_is_pinned():

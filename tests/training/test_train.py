@@ -21,7 +21,7 @@ from dpngd.training.train import Batches, run
 
 QUICK = profiles.load("quick")
 FAST = {"T": 4, "B": 64, "evals": 2}
-SMALL = {"public_size": 60, "gep_directions": 20, "pt_steps": 5, "T_cur": 2}
+SMALL = {"public_size": 60, "probe": 16, "gep_directions": 20, "pt_steps": 5, "T_cur": 2}
 
 
 def config(method, seed=0, **changes):
@@ -54,7 +54,7 @@ def test_record_says_what_was_spent_and_reached(records, method):
         assert max(own) < p["epsilon_prv"] < sum(own)
     else:
         assert p["epsilon_prv"] == p["parts"][0]["epsilon_prv"]
-    clips = [c.C0, c.C1] if method == "gep" else [c.C]
+    clips = [c.C0, c.C1] if method == "gep" else [c.C] if METHODS[method].rate else p["sensitivity"]
     assert p["sensitivity"] == clips
     assert p["noise_std"] == pytest.approx([p["sigma"] * math.sqrt(len(clips)) * C for C in clips])
     assert [part["releases"] for part in p["parts"]] == ([4, 2] if METHODS[method].curvature_share else [4])
@@ -63,6 +63,7 @@ def test_record_says_what_was_spent_and_reached(records, method):
     assert rows[0]["step"] == 1
     assert all(len(row["norms"]) == len(clips) and len(row["norms"][0]) == 3 for row in rows)
     assert ("clamped_share" in rows[0]) == method.startswith("dp-ngd")
+    assert ("kl" in rows[0]) == ("s" in rows[0]) == (not METHODS[method].rate)
     assert {"setup", "curvature", "gradients", "mechanism", "rest", "total"} <= set(r.seconds)
     assert r.seconds["total"] == pytest.approx(sum(v for k, v in r.seconds.items() if k != "total"))
     assert {"python", "torch", "opacus", "cpu", "cores", "device", "commit"} <= set(r.where)
@@ -103,7 +104,7 @@ def test_same_config_same_record_in_another_process(records):
     code = ("import json, sys, torch; torch.set_num_threads(1)\n"
             "from dpngd.training.config import RunConfig\nfrom dpngd.training.train import run\n"
             "print(json.dumps([run(RunConfig.from_dict(c)).facts() for c in json.load(sys.stdin)]))")
-    methods = ("dp-ngd", "dp-ngd-private-50", "dp-sgd-pt")
+    methods = ("dp-ngd", "dp-ngd-private-50", "dp-sgd-pt", "dp-ngd-free")
     done = subprocess.run([sys.executable, "-c", code], input=json.dumps([config(m).canonical() for m in methods]),
                           capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert json.loads(done.stdout) == [records(m).facts() for m in methods]
@@ -118,13 +119,30 @@ def test_the_micro_batch_is_a_matter_of_memory_only(records, method):
         torch.testing.assert_close(torch.tensor(a["norms"]), torch.tensor(b["norms"]), rtol=0.01, atol=0)
 
 
+def test_steps_of_a_kl_budget_are_recorded_and_within_it():
+    """K / T = 0.05 nats per step, or less where the noise's own share binds."""
+    r = run(config("dp-ngd-free", kl_budget=0.2, kl_noise=1e9, evals=4))
+    rows = r.diagnostics["along"]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["s"] > 0 and 0.8 * 0.05 <= row["kl"] <= 1.2 * 0.05 for row in rows)
+    capped = run(config("dp-ngd-free", kl_budget=0.2, kl_noise=1e-3, evals=4)).diagnostics["along"]
+    assert all(row["kl"] < 0.8 * 0.05 and row["s"] < free["s"] for row, free in zip(capped, rows, strict=True))
+
+
+def test_a_guard_shortens_long_steps_and_leaves_the_others_alone():
+    plain, wide = (run(config("dp-ngd", **guard)) for guard in ({}, {"kl_radius": 1e3}))
+    assert wide.train_loss == plain.train_loss
+    tight = run(config("dp-ngd", kl_radius=0.01, evals=4))
+    assert all(row["s"] < tight.config["eta"] and row["kl"] <= 0.015 for row in tight.diagnostics["along"])
+
+
 def test_another_seed_is_another_run():
     one, two = run(config("dp-sgd", 1)), run(config("dp-sgd", 2))
     assert one.train_loss != two.train_loss
 
 
 def test_every_method_gets_the_same_public_images_and_private_batches(records):
-    digests = {records(m).data["public"]["digest"] for m in METHODS if METHODS[m].public}
+    digests = {records(m).data["public"]["digest"] for m in METHODS if METHODS[m].public and not METHODS[m].public_from}
     assert len(digests) == 1
     assert all(records(m).data["public"] is None for m in METHODS if not METHODS[m].public)
     private, _ = train.load(config("dp-sgd"))
