@@ -230,9 +230,16 @@ class Oversampled(PoissonSampler):
 def opacus(kind: Callable[..., DPOptimizer] | None = None, model: nn.Module | None = None, public: Any = None,
            ) -> optimizer.Bench:
     """A private optimizer on the small network: DPNGD, or what `kind` makes of Opacus's own."""
+    return opacus_parts(kind, model, public)[0]
+
+
+def opacus_parts(kind: Callable[..., DPOptimizer] | None = None, model: nn.Module | None = None, public: Any = None,
+                 ) -> tuple[optimizer.Bench, PrivacyEngine]:
+    """The same with the engine that made it private."""
     x, y = images(64, "opacus"), targets(64, "opacus")
     model = network() if model is None else model
-    module, plain, loader = PrivacyEngine(accountant="prv").make_private(
+    engine = PrivacyEngine(accountant="prv")
+    module, plain, loader = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=0.3, max_grad_norm=0.7,
         data_loader=DataLoader(TensorDataset(x, y), batch_size=16))
     if kind is not None:
@@ -242,7 +249,7 @@ def opacus(kind: Callable[..., DPOptimizer] | None = None, model: nn.Module | No
         own = DPNGD(plain, module, public, lambda_safe=0.2, T=64)
     bench = optimizer.Bench(own, module, x, y, torch.nn.functional.cross_entropy, "Opacus optimizer")
     bench.loader = loader
-    return bench
+    return bench, engine
 
 
 class Leftover(DPOptimizer):
@@ -297,7 +304,7 @@ def leaks() -> list[Leak]:
     runs = lambda s: checks.across_runs([s, s.but(method="dp-ngd")], "release mode")  # noqa: E731
     return [
         _pair("noise 2 % short", "noise", "2 %", _noise, sgd, noise=short_noise),
-        _pair("sqrt(2) missing in GEP", "noise, canary", "41 %", _noise, gep, build=with_mechanism(NoRoot)),
+        _pair("sqrt(2) missing in GEP", "noise", "41 %", _noise, gep, build=with_mechanism(NoRoot)),
         _pair("clipping by raw norms, whitened noise", "sensitivity", "the spectrum", checks.sensitivity, ngd,
               build=with_raw_norms),
         _pair("division by the actual batch size", "state", "12 or 9 for 10", checks.state, sgd,
@@ -306,23 +313,23 @@ def leaks() -> list[Leak]:
               sgd.but(network=dropout_network), network=lambda: dropout_network(mix=True)),
         _pair("running statistics", "state", "batch means", checks.state,
               sgd.but(network=lambda: statistics_network(track=False)), network=statistics_network),
-        Leak("running statistics, Opacus optimizer", "state",
+        Leak("running statistics, Opacus optimizer", "buffers",
              lambda: held(optimizer.state, lambda: opacus(model=statistics_network())),
              lambda: held(optimizer.state, lambda: opacus(model=statistics_network(track=False))), "batch means"),
         Leak("private loader as public", "public images",
              lambda: optimizer.public_images(opacus(public=lambda loader: loader), None),
              lambda: optimizer.public_images(opacus(), None), "all images"),
         _pair("curvature from private data, unpaid", "state", "all of F", checks.state, ngd, build=private_as_public),
-        _pair("curvature from private data, one draw unpaid", "accounting", "1 draw", checks.accounting, ngd,
+        _pair("curvature from private data, one draw unpaid", "releases", "1 draw", checks.accounting, ngd,
               build=private_as_public),
         _pair("noise repeated in every step", "independence", "all of it", _noise, sgd, noise=repeated_noise),
         _pair("release noise from a seed", "independence of runs", "all of it", runs, secret, noise=clean_noise),
-        Leak("interrupted step", "interrupts", lambda: held(optimizer.interrupts, lambda: opacus(Leftover)),
+        Leak("interrupted step", "interrupted step", lambda: held(optimizer.interrupts, lambda: opacus(Leftover)),
              lambda: held(optimizer.interrupts, lambda: opacus(lambda plain: plain)), "one batch"),
         _pair("q counted half", "accounting", "factor 2", checks.accounting, sgd, plan=half_rate),
         _pair("T counted half", "accounting", "factor 2", checks.accounting, sgd, plan=half_steps),
-        _pair("batches of a fixed size", "inclusion", "shuffled", checks.inclusion, sgd, sampler=FixedSize),
-        _pair("q 3 % too large", "inclusion", "3 %", checks.inclusion, sgd, sampler=Oversampled),
+        _pair("batches of a fixed size", "batch size", "shuffled", checks.inclusion, sgd, sampler=FixedSize),
+        _pair("q 3 % too large", "inclusion rate", "3 %", checks.inclusion, sgd, sampler=Oversampled),
         _pair("noise in float32", "float32 tail", "beyond 5.77", _noise, sgd, noise=float32_noise),
         _pair("bfloat16", "sensitivity", "rounding of 2^-8", checks.sensitivity, sgd,
               network=lambda: network().bfloat16()),
@@ -361,6 +368,7 @@ def try_leak(leak: Leak) -> Outcome:
     start = time.perf_counter()
     faulty, clean = (checks.timed(leak.name, leak.check, f) for f in (leak.faulty, leak.clean))
     bad, flagged = ([r for r in lines if not r.passed] for lines in (faulty, clean))
+    bad.sort(key=lambda r: not r.test.startswith(leak.check))  # the test that the leak is meant for, first
     by = f"{bad[0].test} ({bad[0].measured})" if bad else ""
     return Outcome(leak.name, leak.check, leak.size, bool(bad), by, not flagged,
                    f"{flagged[0].test} ({flagged[0].measured})" if flagged else "",

@@ -46,6 +46,8 @@ class Bench:
         self.hooks = 0
         self.seen: list[Seen] = []
         self.interrupt: str | None = None
+        self.loader: Any = None
+        self.start = 0  # the schedule's step while the audit runs
 
     def step(self, x: Tensor, y: Tensor) -> Seen | None:
         """One step as a user takes it; None for a virtual step, which releases nothing."""
