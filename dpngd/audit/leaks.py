@@ -358,8 +358,9 @@ class Outcome:
         return self.found and self.control
 
     def line(self) -> str:
-        return (f"{'pass' if self.passed else 'FAIL'}  {self.leak:45} {'found by ' + self.by if self.found else 'MISSED'}; "
-                f"control {'clean' if self.control else 'FLAGGED by ' + self.control_by}; sees {self.power} "
+        found = f"found by {self.by}" if self.found else "MISSED"
+        return (f"{'pass' if self.passed else 'FAIL'}  {self.leak:45} {found}; control "
+                f"{'clean' if self.control else 'FLAGGED by ' + self.control_by}; sees {self.power} "
                 f"({self.seconds:.1f} s)")
 
 

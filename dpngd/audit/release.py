@@ -118,8 +118,8 @@ def _spent(name: str, cards: list) -> Result:
             parts = [(d["sigma"], T)]
         if all(isinstance(v, int | float) and math.isfinite(v) for v in (epsilon, delta, q)) and parts:
             low, high = st.sampled_epsilon(parts, q, delta)
-            return Result(name, "accounting", f"epsilon {low:.3f} to {high:.3f} of " + " + ".join(
-                f"{n} releases at sigma {s:.3f}" for s, n in parts) + f", q {q:.5g}", f"{epsilon:.3f} at delta {delta:g}",
-                low <= epsilon, "0.5 % of epsilon")
+            what = " + ".join(f"{n} releases at sigma {s:.3f}" for s, n in parts)
+            return Result(name, "accounting", f"epsilon {low:.3f} to {high:.3f} of {what}, q {q:.5g}",
+                          f"{epsilon:.3f} at delta {delta:g}", low <= epsilon, "0.5 % of epsilon")
     return Result(name, "accounting", "no epsilon, delta, q, sigma and T together in any JSON file",
                   "a statement of privacy", False, "a missing statement")

@@ -19,7 +19,9 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
 from dpngd import methods
-from dpngd.audit import checks, leaks, optimizer, release
+from dpngd.audit import checks, leaks
+from dpngd.audit import optimizer as opacus_checks
+from dpngd.audit import release as release_checks
 from dpngd.audit.checks import FALSE_ALARM, LEVEL, RELEASES, TESTS, Releases, Result
 from dpngd.audit.subject import Subject
 from dpngd.errors import UsageError
@@ -78,9 +80,9 @@ class Report:
                 ax.hist(values, bins=60, range=(-4, claim + 4), density=True, alpha=0.4, color=colour, label=label)
                 ax.plot(grid, np.exp(-((grid - centre) ** 2) / 2) / np.sqrt(2 * np.pi), color=colour, lw=1)
             ax.set_yticks([])
-            ax.set_ylabel(name, rotation=0, ha="right", va="center")
+            ax.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
         axes[0, 0].legend(frameon=False, ncols=2, loc="upper center")
-        axes[-1, 0].set_xlabel("score of the canary / its standard deviation (curves: what sigma allows)")
+        axes[-1, 0].set_xlabel("canary's score / its deviation; curves: what sigma allows")
         fig.tight_layout()
         fig.savefig(path, dpi=150)
         plt.close(fig)
@@ -108,7 +110,7 @@ class _Notes(Report):
         return Report(self.lines, self.scores, time.perf_counter() - self._start)
 
 
-def audit(private_optimizer: DPOptimizer, model: nn.Module, x: Tensor, y: Tensor, *, loss: Callable = F.cross_entropy,
+def audit(optimizer: DPOptimizer, model: nn.Module, x: Tensor, y: Tensor, *, loss: Callable = F.cross_entropy,
           public: Tensor | None = None, loader: Any = None, engine: Any = None, delta: float = 1e-5,
           release: bool = False, n: int = RELEASES, seconds: float | None = None, show: Show = lambda line: None,
           name: str = "Opacus optimizer") -> Report:
@@ -129,10 +131,10 @@ def audit(private_optimizer: DPOptimizer, model: nn.Module, x: Tensor, y: Tensor
     """
     notes = _Notes(show)
     deadline = None if seconds is None else time.monotonic() + 0.7 * seconds
-    notes.take(optimizer.run(private_optimizer, model, x, y, loss=loss, public=public, loader=loader, name=name, n=n,
-                             release=release, deadline=deadline, keep=notes.keep))
+    notes.take(opacus_checks.run(optimizer, model, x, y, loss=loss, public=public, loader=loader, name=name, n=n,
+                                 release=release, deadline=deadline, keep=notes.keep))
     if engine is not None and engine.accountant.history:
-        notes.take(checks.timed(name, "accounting", lambda: [optimizer.spent(
+        notes.take(checks.timed(name, "accounting", lambda: [opacus_checks.spent(
             engine.accountant.history, engine.get_epsilon(delta), delta, name)]))
     return notes.done()
 
@@ -174,6 +176,7 @@ def audit_method(name: str, n: int = RELEASES, seed: int = 0, seconds: float | N
         ("accounting", lambda: checks.accounting(subject, seed)),
         ("state", lambda: checks.state(subject, seed)),
         ("end to end", lambda: checks.end_to_end(subject, seed)),
+        ("loop", lambda: checks.loop(name, seed)),
     ):
         notes.take(checks.timed(subject, test, check))
     return notes.done()
@@ -217,7 +220,7 @@ def _side_by_side(tasks: list[tuple], jobs: int) -> Iterator[Report]:
 def audit_release(folder: str | Path, show: Show = lambda line: None) -> Report:
     """Audit what a release left on disk: see `dpngd.audit.release`."""
     notes = _Notes(show)
-    notes.take(checks.timed(Path(folder).name, "release", lambda: release.folder(Path(folder))))
+    notes.take(checks.timed(Path(folder).name, "release", lambda: release_checks.folder(Path(folder))))
     return notes.done()
 
 

@@ -15,6 +15,7 @@ Every limit holds with probability 1 - alpha for every true value. None of these
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -57,9 +58,13 @@ def _nct_sf(t: float, df: int, nc: float) -> float:
 
     scipy's own loses its tail for large noncentralities, which are the case here.
     """
-    level = (np.arange(2001) + 0.5) / 2001
-    scale = np.sqrt(stats.chi2.ppf(level, df) / df)
-    return float(np.mean(special.ndtr(nc - t * scale)))
+    return float(np.mean(special.ndtr(nc - t * _chi_levels(df))))
+
+
+@functools.lru_cache(maxsize=64)
+def _chi_levels(df: int) -> Array:
+    """sqrt(v / df) at 2,001 levels of equal probability."""
+    return np.sqrt(stats.chi2.ppf((np.arange(2001) + 0.5) / 2001, df) / df)
 
 
 def mu_power(mu: float, n: int, alpha: float, power: float = 0.99) -> float:
@@ -188,10 +193,9 @@ def _loss_masses(sigma: float, q: float, mesh: float, remove: bool) -> tuple[int
     first, last = math.floor(low / mesh), math.ceil(high / mesh)
     edges = np.arange(first, last + 1) * mesh
     x = _inverse(edges if remove else -edges, sigma, q)
-    if remove:  # x ~ P, the loss l(x) increases
-        cdf = (1 - q) * special.ndtr(x / sigma) + q * special.ndtr((x - 1) / sigma)
-    else:  # x ~ Q, the loss -l(x) decreases
-        cdf = special.ndtr(-x / sigma)
+    # Removing: x ~ P, and the loss l(x) increases. Adding: x ~ Q, and the loss -l(x) decreases.
+    mixture = (1 - q) * special.ndtr(x / sigma) + q * special.ndtr((x - 1) / sigma)
+    cdf = mixture if remove else special.ndtr(-x / sigma)
     mass = np.diff(cdf)
     mass[0] += cdf[0]
     return first + 1, mass, float(1 - cdf[-1])
