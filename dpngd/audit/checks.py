@@ -59,7 +59,7 @@ class Result:
 def refused(subject: Subject | str, test: str, error: Exception) -> Result:
     """The product itself refuses: no release, and a failure of the audit, since nothing could be measured."""
     name = subject if isinstance(subject, str) else subject.method
-    return Result(name, test, f"refused: {error}", "a run", False)
+    return Result(name, test, f"refused: {error}", "a run", False, "what the product refuses")
 
 
 # ---- Sensitivity.

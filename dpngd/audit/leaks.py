@@ -207,11 +207,11 @@ class FixedSize(PoissonSampler):
 
     def __init__(self, N: int, B: int, generator: torch.Generator):
         super().__init__(N, B, generator)
-        self.left = torch.zeros(0, dtype=torch.long)
+        self.own, self.left = generator, torch.zeros(0, dtype=torch.long)
 
     def draw(self) -> Tensor:
         if len(self.left) < self.B:
-            self.left = torch.randperm(self.N, generator=self.generator)
+            self.left = torch.randperm(self.N, generator=self.own)
         rows, self.left = self.left[: self.B], self.left[self.B :]
         return rows.sort().values
 
@@ -219,9 +219,9 @@ class FixedSize(PoissonSampler):
 class Oversampled(PoissonSampler):
     """q is 3 % larger than recorded."""
 
-    def draw(self) -> Tensor:
-        u = torch.rand(self.N, dtype=torch.float64, generator=self.generator)
-        return torch.nonzero(u < 1.03 * self.q).flatten()
+    def __init__(self, N: int, B: int, generator: torch.Generator):
+        super().__init__(N, B, generator)
+        self.q *= 1.03
 
 
 # ---- The Opacus optimizer.
