@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -431,7 +432,8 @@ def accounting(subject: Subject, seed: int = 0) -> list[Result]:
     ]
 
 
-def inclusion(subject: Subject, seed: int = 0, draws: int = 4000) -> list[Result]:
+def inclusion(subject: Subject, seed: int = 0, draws: int = 4000, *, source: Any = None,
+              name: str = "sampler") -> list[Result]:
     """Each sample is in a batch with probability q, independently of the others and of earlier batches.
 
     Measured: all inclusions (binomial), each sample's (chi-square), the variance of the batch size, and how often a
@@ -439,7 +441,7 @@ def inclusion(subject: Subject, seed: int = 0, draws: int = 4000) -> list[Result
     size, shuffled epochs.
     """
     N, B = 64, 16
-    sampler = subject.sampler(N, B, stream(seed, "audit/inclusion"))
+    sampler = subject.sampler(N, B, stream(seed, "audit/inclusion") if source is None else source)
     taken = np.zeros((draws, N), dtype=bool)
     for row in taken:
         row[sampler.draw().numpy()] = True
@@ -455,7 +457,6 @@ def inclusion(subject: Subject, seed: int = 0, draws: int = 4000) -> list[Result
     z_size = (float(((sizes - N * q) ** 2).mean()) - variance) / math.sqrt((fourth - variance**2) / draws)
     both = int((taken[0::2] & taken[1::2]).sum())
     p_both = st.count_p(both, n // 2, q * q)
-    name = "sampler"
     return [
         Result(name, "inclusion rate", f"{total / n:.5f} over {n:,} draws", f"q = {q:g}, p >= {LEVEL:.0e}",
                p_total >= LEVEL, f"q off by {100 * (Z + 2.33) * math.sqrt((1 - q) / q / n):.1f} %", LEVEL),
@@ -516,17 +517,10 @@ def loop(method: str, seed: int = 0) -> list[Result]:
     audit's accountant. Power: one release too many, 1.2 % of the noise, a correlation of 0.02, 0.5 % of epsilon.
     Needs scikit-learn (the extra `train`); without it there are no lines.
     """
-    try:
-        train, config_of = (importlib.import_module(f"dpngd.training.{m}") for m in ("train", "config"))
-        own = {k: VALUES[k] for k in methods.method(method).uses}
-        config = config_of.RunConfig.from_dict(
-            {**LOOP, "method": method, "seed": seed, **own, **({"public": "noise"} if "public" in own else {})})
-        with watched() as seen:
-            record = train.run(config)
-    except ModuleNotFoundError as error:
-        if (error.name or "dpngd").startswith("dpngd"):
-            raise
+    ran = _train(method, seed)
+    if ran is None:
         return []
+    seen, record, config = ran
     p = record.privacy
     kinds: dict[float, list[Seen]] = {}
     for s in seen:
@@ -534,10 +528,7 @@ def loop(method: str, seed: int = 0) -> list[Result]:
     counted = sorted((sigma, len(group)) for sigma, group in kinds.items())
     stated = sorted((part["sigma"], part["releases"]) for part in p["parts"])
     low, high = st.sampled_epsilon(stated, p["q"], p["delta"])
-    first = kinds[p["sigma"]]
-    J = len(first[0].mechanism.clips)
-    z = np.stack([np.concatenate([(v / (p["sigma"] * math.sqrt(J) * C)).numpy() for v, C in
-                                  zip(s.noise(), s.mechanism.clips, strict=True)]) for s in first])
+    z = np.stack([_unit(s, p["sigma"]) for s in kinds[p["sigma"]]])
     return [
         Result(method, "loop, releases", f"{[n for _, n in counted]} at the recorded sigmas",
                f"{[n for _, n in stated]}", counted == stated, "one release more than recorded"),
@@ -546,6 +537,51 @@ def loop(method: str, seed: int = 0) -> list[Result]:
                low <= p["epsilon_prv"] <= config.epsilon + 1e-9, "0.5 % of epsilon"),
         _variance(method, "loop, noise", z), *_correlations(method, "loop, independence", z, lags=(1, 2)),
     ]
+
+
+def _train(method: str, seed: int, **options: Any) -> tuple[list[Seen], Any, Any] | None:
+    """Every release of a training run, its record and its config; None without the packages that training needs."""
+    try:
+        train, config_of = (importlib.import_module(f"dpngd.training.{m}") for m in ("train", "config"))
+        own = {k: VALUES[k] for k in methods.method(method).uses}
+        config = config_of.RunConfig.from_dict(
+            {**LOOP, "method": method, "seed": seed, **own, **({"public": "noise"} if "public" in own else {})})
+        with watched() as seen:
+            record = train.run(config, **options)
+    except ModuleNotFoundError as error:
+        if (error.name or "dpngd").startswith("dpngd"):
+            raise
+        return None
+    return seen, record, config
+
+
+def _unit(seen: Seen, sigma: float) -> np.ndarray:
+    """The noise of a release in units of sigma sqrt(J) C_j, all channels in a row."""
+    J = len(seen.mechanism.clips)
+    return np.concatenate([(values / (sigma * math.sqrt(J) * C)).numpy()
+                           for values, C in zip(seen.noise(), seen.mechanism.clips, strict=True)])
+
+
+def release_loop(seed: int = 0) -> list[Result]:
+    """Training runs of one seed in release mode share no noise, across runs, methods and kinds of releases.
+
+    Measured: two runs of dp-sgd and two of private curvature with noise="secret", all of one seed; the correlation of
+    any two releases of equal size. Power: a repeated vector, or a correlation of 0.03.
+    """
+    kinds: dict[int, list[np.ndarray]] = {}
+    for method in ("dp-sgd", "dp-sgd", "dp-ngd-private-20", "dp-ngd-private-20"):
+        ran = _train(method, seed, noise="secret")
+        if ran is None:
+            return []
+        for s in ran[0]:
+            z = _unit(s, s.mechanism.sigma)
+            kinds.setdefault(len(z), []).append(z)
+    lines = []
+    for rows, what in zip(kinds.values(), ("gradients", "curvature"), strict=True):
+        z = np.stack(rows)
+        lines += [_variance("release mode", f"loop, {what}", z),
+                  _correlations("release mode", f"loop, {what}", z, lags=(1,))[1]]
+    return lines
 
 
 # ---- End to end.

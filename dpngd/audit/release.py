@@ -109,11 +109,12 @@ def _first(d: dict, *names: str) -> Any:
 
 
 def _spent(name: str, cards: list) -> Result:
-    """The statement of privacy: one object with epsilon, delta, q, and sigma with T or a list of parts."""
+    """The statement of privacy: one object with epsilon, delta, q, and sigma with T or a list of releases."""
     for d in (d for card in cards for d in _dicts(card)):
         epsilon, delta = _first(d, "epsilon_prv", "epsilon"), d.get("delta")
         q, T = _first(d, "q", "sampling_rate", "sample_rate"), _first(d, "T", "steps")
-        parts = [(p["sigma"], p["releases"]) for p in d.get("parts") or [] if "sigma" in p and "releases" in p]
+        listed = next((d[k] for k in ("releases", "parts") if isinstance(d.get(k), list)), [])
+        parts = [(p["sigma"], p["releases"]) for p in listed if "sigma" in p and "releases" in p]
         if not parts and d.get("sigma") is not None and T is not None:
             parts = [(d["sigma"], T)]
         if all(isinstance(v, int | float) and math.isfinite(v) for v in (epsilon, delta, q)) and parts:

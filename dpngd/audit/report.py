@@ -202,6 +202,9 @@ def audit_methods(names: list[str] | None = None, *, n: int = RELEASES, seed: in
     if hasattr(noise, "SecretNoise"):
         secret = [Subject(m, noise=leaks.secret_noise) for m in ("dp-sgd", "dp-ngd")]
         notes.take(checks.timed("release mode", "noise", lambda: checks.across_runs(secret, "release mode", seed=seed)))
+        notes.take(checks.timed("release mode", "inclusion", lambda: checks.inclusion(
+            Subject("dp-sgd"), source=noise.secret_uniform, name="release mode")))
+        notes.take(checks.timed("release mode", "loop", lambda: checks.release_loop(seed)))
     for report in _side_by_side(tasks, jobs):
         notes.scores.update(report.scores)
         notes.take(report.lines)

@@ -47,6 +47,14 @@ def test_the_secret_noise_passes():
     assert [line.line() for line in checks.across_runs(subjects, "release mode") if not line.passed] == []
 
 
+@pytest.mark.skipif(not hasattr(noise, "SecretNoise"), reason="no release mode")
+def test_the_loop_in_release_mode_passes():
+    lines = checks.release_loop()
+    assert [line.line() for line in lines if not line.passed] == []
+    assert len(lines) == 4
+    assert all(line.passed for line in checks.inclusion(Subject("dp-sgd"), source=noise.secret_uniform))
+
+
 def test_an_audit_leaves_the_optimizer_as_it_was():
     bench, engine = leaks.opacus_parts()
     optimizer, model, x, y = bench.optimizer, bench.model, bench.x, bench.y
@@ -176,13 +184,15 @@ def failures(folder):
 
 def test_a_clean_release_passes(tmp_path):
     assert failures(write_release(tmp_path / "out")) == []
-    parts = {**PRIVACY, "sigma": None, "parts": [{"sigma": 1.0, "releases": 16}]}
+    parts = {**PRIVACY, "sigma": 9.0, "releases": [{"purpose": "gradients", "sigma": 1.0, "releases": 16}]}
     assert failures(write_release(tmp_path / "parts", {"model": {"privacy": parts}})) == []
 
 
 @pytest.mark.parametrize(("card", "tensors", "test"), [
     ({"privacy": {**PRIVACY, "epsilon": 3.9}}, None, "accounting"),
     ({"privacy": {"epsilon": 1.0}}, None, "accounting"),
+    ({"privacy": {**PRIVACY, "releases": [{"sigma": 1.0, "releases": 16}, {"sigma": 1.5, "releases": 4}]}}, None,
+     "accounting"),
     ({"privacy": PRIVACY, "config": {"seed": 3}}, None, "fields"),
     ({"privacy": PRIVACY, "data": [{"digest": "abc"}]}, None, "fields"),
     (None, {"1.running_mean": np.zeros(2, np.float32)}, "weights"),
