@@ -18,7 +18,7 @@ COMMANDS = {
     "bench": ("dpngd.suite.command:bench", "suite", "seconds per training step of every method, and of Opacus"),
     "report": ("dpngd.suite.command:report", "suite", "write a profile's report page again, or print its claims"),
     "spotcheck": ("dpngd.suite.command:spotcheck", "suite", "train some shipped runs again and compare"),
-    # The audit of a release goes here: "audit": ("dpngd.audit.command:main", "train", "..."),
+    "audit": ("dpngd.audit.command:main", "train", "test the promise of every method; plant leaks and find them"),
 }
 """Command -> (module:function, the extra of the package that it needs, what it does)."""
 

@@ -1,0 +1,236 @@
+"""Whole audits: which tests are run on what, side by side on the cores, and the report with its table and figure."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from opacus.optimizers import DPOptimizer
+from torch import Tensor, nn
+
+from dpngd import methods
+from dpngd.audit import checks, leaks
+from dpngd.audit import optimizer as opacus_checks
+from dpngd.audit import release as release_checks
+from dpngd.audit.checks import FALSE_ALARM, LEVEL, RELEASES, TESTS, Releases, Result
+from dpngd.audit.subject import Subject
+from dpngd.errors import UsageError
+
+Show = Callable[[Result], None]
+Scores = dict[str, tuple[list[float], list[float], float]]
+"""By subject: the canary's scores with it in the batch and without, in units of their deviation, and 1/sigma."""
+
+
+@dataclass
+class Report:
+    """The lines of an audit. It passes when all of them do."""
+
+    lines: list[Result] = field(default_factory=list)
+    scores: Scores = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.lines) and all(line.passed for line in self.lines)
+
+    @property
+    def failures(self) -> list[Result]:
+        return [line for line in self.lines if not line.passed]
+
+    def add(self, other: Report) -> None:
+        self.lines += other.lines
+        self.scores |= other.scores
+        self.seconds += other.seconds
+
+    def summary(self) -> str:
+        statistical = sum(line.level is not None for line in self.lines)
+        if statistical > TESTS:
+            raise UsageError(f"{statistical} statistical tests in one audit: the levels are set for {TESTS}; audit "
+                             "fewer methods at a time")
+        return (f"{len(self.failures)} of {len(self.lines)} tests failed. {statistical} are statistical, each at level "
+                f"{LEVEL:.0e}: false alarms below {100 * FALSE_ALARM:g} % for up to {TESTS}. {self.seconds:.0f} s")
+
+    def to_dict(self) -> dict:
+        """The table as plain values, for a JSON file."""
+        return {"passed": self.passed, "level": LEVEL, "tests": TESTS, "false_alarm": FALSE_ALARM,
+                "seconds": round(self.seconds, 1), "lines": [line.to_dict() for line in self.lines]}
+
+    def figure(self, path: str | Path) -> None:
+        """Draw the canary's scores with and without it, a row per subject, with the two normal curves that sigma
+        allows. Needs matplotlib."""
+        from matplotlib import pyplot as plt  # late: only the figure needs it
+
+        rows = list(self.scores.items())
+        if not rows:
+            raise UsageError("no canary was scored: audit at least one method, or the Opacus optimizer")
+        fig, axes = plt.subplots(len(rows), 1, figsize=(6, 0.9 * len(rows) + 0.8), sharex=True, squeeze=False)
+        for ax, (name, (inside, outside, claim)) in zip(axes[:, 0], rows, strict=True):
+            grid = np.linspace(-4, claim + 4, 300)
+            for values, centre, colour, label in ((outside, 0, "#0072B2", "out"), (inside, claim, "#D55E00", "in")):
+                ax.hist(values, bins=60, range=(-4, claim + 4), density=True, alpha=0.4, color=colour, label=label)
+                ax.plot(grid, np.exp(-((grid - centre) ** 2) / 2) / np.sqrt(2 * np.pi), color=colour, lw=1)
+            ax.set_yticks([])
+            ax.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+        axes[0, 0].legend(frameon=False, ncols=2, loc="upper center")
+        axes[-1, 0].set_xlabel("canary's score / its deviation; curves: what sigma allows")
+        fig.tight_layout()
+        fig.savefig(path, dpi=150)
+        plt.close(fig)
+
+
+class _Notes(Report):
+    """A report that shows its lines as they come, and keeps the canary's scores."""
+
+    def __init__(self, show: Show = lambda line: None):
+        super().__init__()
+        self._show, self._start = show, time.perf_counter()
+
+    def keep(self, r: Releases) -> None:
+        scale = float(np.std(r.scores_out)) or 1.0
+        shift = float(np.mean(r.scores_out))
+        inside, outside = ([round(float(v - shift) / scale, 3) for v in s] for s in (r.scores_in, r.scores_out))
+        self.scores[r.name] = inside, outside, 1 / r.sigma
+
+    def take(self, lines: Iterable[Result]) -> None:
+        for line in lines:
+            self.lines.append(line)
+            self._show(line)
+
+    def done(self) -> Report:
+        return Report(self.lines, self.scores, time.perf_counter() - self._start)
+
+
+def audit(optimizer: DPOptimizer, model: nn.Module, x: Tensor, y: Tensor, *, loss: Callable = F.cross_entropy,
+          public: Tensor | None = None, loader: Any = None, engine: Any = None, delta: float = 1e-5,
+          release: bool = False, n: int = RELEASES, seconds: float | None = None, show: Show = lambda line: None,
+          name: str = "Opacus optimizer") -> Report:
+    """Audit an Opacus optimizer (`DPNGD`, or Opacus's own) on the module that it trains.
+
+        report = dpngd.audit.audit(optimizer, model, x, y, loader=loader, engine=engine)
+        assert report.passed, report.failures
+
+    x, y      at least 9 samples as the model gets them; images (float) are also scaled and spoiled by the audit
+    loss      (output, y) -> scalar, with the reduction that the optimizer expects
+    public    public images to compare with x; those of DPNGD unless given
+    loader    the DPDataLoader: how often each sample is drawn is counted
+    engine    the PrivacyEngine: what it has counted so far is composed again by the audit's own accountant
+    release   whether the weights are to be published: a seeded generator of noise is then a failure
+    n         releases with the canary, and as many without; `seconds` limits how long they may take
+
+    Weights, buffers, schedule and generator are as before at the end, and nothing is counted in the accountant.
+    """
+    notes = _Notes(show)
+    deadline = None if seconds is None else time.monotonic() + 0.7 * seconds
+    notes.take(opacus_checks.run(optimizer, model, x, y, loss=loss, public=public, loader=loader, name=name, n=n,
+                                 release=release, deadline=deadline, keep=notes.keep))
+    if engine is not None and engine.accountant.history:
+        notes.take(checks.timed(name, "accounting", lambda: [opacus_checks.spent(
+            engine.accountant.history, engine.get_epsilon(delta), delta, name)]))
+    return notes.done()
+
+
+def audit_opacus(*, n: int = RELEASES, seconds: float | None = None, show: Show = lambda line: None) -> Report:
+    """Audit `DPNGD` on the audit's small network, with its loader and accountant."""
+    notes = _Notes(show)
+
+    def whole() -> list[Result]:
+        bench, engine = leaks.opacus_parts()
+        x, y = bench.x, bench.y
+        for _ in range(3):  # something for the accountant to have counted
+            bench.optimizer.zero_grad()
+            F.cross_entropy(bench.model(x[:16]), y[:16]).backward()
+            bench.optimizer.step()
+        report = audit(bench.optimizer, bench.model, x, y, loader=bench.loader, engine=engine, n=n, seconds=seconds)
+        notes.scores.update(report.scores)
+        return report.lines
+
+    try:
+        notes.take(whole())
+    except UsageError as error:
+        notes.take([checks.refused("Opacus optimizer", "construction", error)])
+    return notes.done()
+
+
+def audit_method(name: str, n: int = RELEASES, seed: int = 0, seconds: float | None = None,
+                 subject: Subject | None = None) -> Report:
+    """All tests of one method. With `seconds`, fewer releases are drawn (at least 200 on each side): less power."""
+    subject, notes = subject or Subject(name), _Notes()
+    deadline = None if seconds is None else time.monotonic() + 0.6 * seconds
+    private = methods.method(name).curvature_share > 0
+    if deadline is not None and private:
+        n = min(n, 1200)
+    for test, check in (
+        ("releases", lambda: checks.of_releases(subject, n, seed, deadline, notes.keep)),
+        ("sensitivity", lambda: checks.sensitivity(subject, seed)),
+        ("noise, curvature", lambda: checks.own_noise(subject, max(100, 2 * n // 5), seed) if private else []),
+        ("accounting", lambda: checks.accounting(subject, seed)),
+        ("state", lambda: checks.state(subject, seed)),
+        ("end to end", lambda: checks.end_to_end(subject, seed)),
+        ("loop", lambda: checks.loop(name, seed)),
+    ):
+        notes.take(checks.timed(subject, test, check))
+    return notes.done()
+
+
+def audit_methods(names: list[str] | None = None, *, n: int = RELEASES, seed: int = 0, seconds: float | None = None,
+                  jobs: int = 1, show: Show = lambda line: None) -> Report:
+    """Audit methods (all unless named), the Poisson sampler, and the noise of release mode.
+
+    With `jobs` above 1, methods are audited side by side in processes. `seconds` is shared out among them.
+    """
+    names = list(methods.METHODS) if names is None else names
+    for name in names:
+        methods.method(name)  # an unknown name is an error
+    notes = _Notes(show)
+    jobs = min(jobs, len(names))
+    each = None if seconds is None else seconds * jobs / len(names)
+    # A seed of its own for each method: the same noise in all of them would be one draw looked at many times.
+    tasks = [(name, n, 1000 * seed + i, each) for i, name in enumerate(names)]
+    notes.take(checks.timed("sampler", "inclusion", lambda: checks.inclusion(Subject(names[0]), seed)))
+    from dpngd import noise
+
+    if hasattr(noise, "SecretNoise"):
+        secret = [Subject(m, noise=leaks.secret_noise) for m in ("dp-sgd", "dp-ngd")]
+        notes.take(checks.timed("release mode", "noise", lambda: checks.across_runs(secret, "release mode", seed=seed)))
+        notes.take(checks.timed("release mode", "inclusion", lambda: checks.inclusion(
+            Subject("dp-sgd"), source=noise.secret_uniform, name="release mode")))
+        notes.take(checks.timed("release mode", "loop", lambda: checks.release_loop(seed)))
+    for report in _side_by_side(tasks, jobs):
+        notes.scores.update(report.scores)
+        notes.take(report.lines)
+    return notes.done()
+
+
+def _side_by_side(tasks: list[tuple], jobs: int) -> Iterator[Report]:
+    if jobs <= 1:
+        yield from itertools.starmap(audit_method, tasks)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=torch.set_num_threads,
+                             initargs=(1,)) as pool:
+        yield from pool.map(audit_method, *zip(*tasks, strict=True))
+
+
+def audit_release(folder: str | Path, show: Show = lambda line: None) -> Report:
+    """Audit what a release left on disk: see `dpngd.audit.release`."""
+    notes = _Notes(show)
+    notes.take(checks.timed(Path(folder).name, "release", lambda: release_checks.folder(Path(folder))))
+    return notes.done()
+
+
+def self_test(show: Callable[[leaks.Outcome], None] = lambda outcome: None) -> list[leaks.Outcome]:
+    """Plant every leak, and audit it and its clean control. All must be found, and no control flagged."""
+    return leaks.run(show)
+
+
+def outcome_dict(outcome: leaks.Outcome) -> dict:
+    return {**dataclasses.asdict(outcome), "passed": outcome.passed}
