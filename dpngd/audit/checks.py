@@ -141,7 +141,8 @@ def sensitivity(subject: Subject, seed: int = 0) -> list[Result]:
     Power: any excess over C by one of these samples; rounding alone stays below the mechanism's margin of 1e-5 C.
     """
     worst, where, pairs = 0.0, "", 0
-    exact = methods.method(subject.method).floor == "none"
+    entry = methods.method(subject.method)
+    exact = entry.floor == "none" and bool(entry.left)
     own = subject.but(network=lambda: subject.network().double()) if exact else subject
     for K in (1, 2):
         x, y = images(20 * K, "company", seed), targets(20, "company", seed)
@@ -505,7 +506,7 @@ def state(subject: Subject, seed: int = 0) -> list[Result]:
 
 # ---- The training loop.
 
-LOOP = {"data": "digits", "model": "small", "epsilon": 4.0, "N": 200, "B": 40, "T": 6, "eta": 0.1, "evals": 1}
+LOOP = {"data": "digits", "model": "small", "epsilon": 4.0, "N": 200, "B": 40, "T": 6, "evals": 1}
 """A run of `dpngd.training` on scikit-learn's digits with made-up public images: nothing is downloaded."""
 
 
@@ -545,7 +546,8 @@ def _train(method: str, seed: int, **options: Any) -> tuple[list[Seen], Any, Any
         train, config_of = (importlib.import_module(f"dpngd.training.{m}") for m in ("train", "config"))
         own = {k: VALUES[k] for k in methods.method(method).uses}
         config = config_of.RunConfig.from_dict(
-            {**LOOP, "method": method, "seed": seed, **own, **({"public": "noise"} if "public" in own else {})})
+            {**LOOP, "method": method, "seed": seed, **own, **({"public": "noise"} if "public" in own else {}),
+             **({"eta": 0.1} if methods.method(method).rate else {})})
         with watched() as seen:
             record = train.run(config, **options)
     except ModuleNotFoundError as error:
@@ -611,7 +613,7 @@ def end_to_end(subject: Subject, seed: int = 0, m: int = 96, T: int = 4) -> list
         seen = run.release(run.gradients(*run.rows(rows)) if len(rows) else [])
         for own, channel, s in zip(whole, seen.noisy, stds, strict=True):
             scores += (own @ flat(channel) / s**2).numpy()
-        run.per_sample.add_(seen.direction, -run.config.eta)
+        run.move(seen)
     order, each = np.argsort(scores), m // 6
     right = int(coins[order[-each:]].sum()) + int((~coins[order[:each]]).sum())
     low = st.one_run_epsilon(m, 2 * each, right, DELTA, LEVEL)

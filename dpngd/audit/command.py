@@ -24,7 +24,8 @@ def declare(p: argparse.ArgumentParser) -> None:
     p.add_argument("--opacus", action="store_true", help="the Opacus optimizer only, or beside --method")
     p.add_argument("--release", type=Path, metavar="OUT", help="what `dpngd train --release OUT` wrote")
     p.add_argument("--self-test", action="store_true", help="plant leaks, each with a clean control: all must be found")
-    p.add_argument("--seconds", type=float, metavar="S", help="aim at this time: fewer releases, less power (a method needs some 6 s at least)")
+    p.add_argument("--seconds", type=float, metavar="S",
+                   help="aim at this time: fewer releases, less power (a method needs some 6 s at least)")
     p.add_argument("--seed", type=int, default=0, help="seed of what the audit draws (default 0)")
     p.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="methods at a time (default 2)")
     p.add_argument("--json", action="store_true", help="print the table as JSON")

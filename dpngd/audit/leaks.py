@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from opacus import PrivacyEngine
 from opacus.optimizers import DPOptimizer
@@ -29,7 +27,7 @@ from dpngd.errors import UsageError
 from dpngd.geometry import Euclidean
 from dpngd.gradients import Blocks, PerSample, SampleGradients
 from dpngd.mechanism import ROUNDING, Clipped, GaussianMechanism, Release
-from dpngd.noise import Noise, stream
+from dpngd.noise import Noise, SecretNoise, stream
 from dpngd.opacus import DPNGD
 from dpngd.sampling import PoissonSampler
 
@@ -73,18 +71,8 @@ def repeated_noise(seed: int) -> Noise:
 
 
 def secret_noise(_: int) -> Noise:
-    """Noise of the operating system's entropy, for releases: the product's, where it has one."""
-    from dpngd import noise
-
-    return noise.SecretNoise() if hasattr(noise, "SecretNoise") else _Entropy()
-
-
-class _Entropy:
-    def __init__(self) -> None:
-        self.source = np.random.Generator(np.random.PCG64(secrets.randbits(256)))
-
-    def __call__(self, like: Tensor, std: float) -> Tensor:
-        return torch.from_numpy(std * self.source.standard_normal(tuple(like.shape))).to(like)
+    """The product's noise for releases, which no seed decides."""
+    return SecretNoise()
 
 
 # ---- The mechanism.

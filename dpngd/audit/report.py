@@ -25,6 +25,7 @@ from dpngd.audit import release as release_checks
 from dpngd.audit.checks import FALSE_ALARM, LEVEL, RELEASES, TESTS, Releases, Result
 from dpngd.audit.subject import Subject
 from dpngd.errors import UsageError
+from dpngd.noise import secret_uniform
 
 Show = Callable[[Result], None]
 Scores = dict[str, tuple[list[float], list[float], float]]
@@ -68,7 +69,10 @@ class Report:
     def figure(self, path: str | Path) -> None:
         """Draw the canary's scores with and without it, a row per subject, with the two normal curves that sigma
         allows. Needs matplotlib."""
-        from matplotlib import pyplot as plt  # late: only the figure needs it
+        try:
+            from matplotlib import pyplot as plt  # late: only the figure needs it
+        except ModuleNotFoundError:
+            raise UsageError("the figure needs matplotlib: pip install matplotlib") from None
 
         rows = list(self.scores.items())
         if not rows:
@@ -197,14 +201,13 @@ def audit_methods(names: list[str] | None = None, *, n: int = RELEASES, seed: in
     # A seed of its own for each method: the same noise in all of them would be one draw looked at many times.
     tasks = [(name, n, 1000 * seed + i, each) for i, name in enumerate(names)]
     notes.take(checks.timed("sampler", "inclusion", lambda: checks.inclusion(Subject(names[0]), seed)))
-    from dpngd import noise
-
-    if hasattr(noise, "SecretNoise"):
-        secret = [Subject(m, noise=leaks.secret_noise) for m in ("dp-sgd", "dp-ngd")]
-        notes.take(checks.timed("release mode", "noise", lambda: checks.across_runs(secret, "release mode", seed=seed)))
-        notes.take(checks.timed("release mode", "inclusion", lambda: checks.inclusion(
-            Subject("dp-sgd"), source=noise.secret_uniform, name="release mode")))
-        notes.take(checks.timed("release mode", "loop", lambda: checks.release_loop(seed)))
+    secret = [Subject(m, noise=leaks.secret_noise) for m in ("dp-sgd", "dp-ngd")]
+    for test, check in (
+        ("noise", lambda: checks.across_runs(secret, "release mode", seed=seed)),
+        ("inclusion", lambda: checks.inclusion(Subject("dp-sgd"), source=secret_uniform, name="release mode")),
+        ("loop", lambda: checks.release_loop(seed)),
+    ):
+        notes.take(checks.timed("release mode", test, check))
     for report in _side_by_side(tasks, jobs):
         notes.scores.update(report.scores)
         notes.take(report.lines)

@@ -32,7 +32,7 @@ DELTA = 1e-5
 VALUES: dict[str, Any] = {
     "public": "made up", "public_size": 60, "C": 0.7, "lambda_safe": 0.2, "lambda_base": 0.05, "T1": 0.25, "p": 2.0,
     "T_cur": 4, "adadps_e": 1e-4, "C0": 0.9, "C1": 0.4, "gep_directions": 45, "pt_steps": 5, "pt_eta": 0.05,
-    "curvature_C": 0.6,
+    "curvature_C": 0.6, "kl_budget": 1.0, "kl_noise": 0.3, "probe": 32, "floor_rank": 0.1, "clip_ratio": 0.05,
 }
 """Settings of the methods' own fields. No two clips are equal, so that a channel clipped to another's is seen."""
 
@@ -222,8 +222,13 @@ class Run:
         self.built.prepare(t)
         rows = self.sampler.draw() if rows is None else rows
         seen = self.release(self.gradients(*self.rows(rows)) if len(rows) else [], censor)
-        self.per_sample.add_(seen.direction, -self.config.eta)
+        self.move(seen)
         return seen
+
+    def move(self, seen: Seen) -> None:
+        """The update: as far as the method goes, a function of public images and of the release."""
+        s = self.built.steps(self.per_sample.to_params(seen.direction), self.built.noise_kl).s
+        self.per_sample.add_(seen.direction, -s)
 
     def stds(self) -> list[float]:
         """The noise that the guarantee asks for: sigma sqrt(J) C_j, from the plan and not from the mechanism."""
