@@ -2,12 +2,22 @@
 
     engine = PrivacyEngine(accountant="prv")
     model, optimizer, loader = engine.make_private(...)            # as for DP-SGD
+    optimizer = DPNGD(optimizer, model, T=steps, shape=(1, 28, 28))   # the whole change
+
+Nothing is left to tune: public images are made for the shape (1/f noise), the floor is found from their curvature
+(`clamping.floor_by_rank`), C from their whitened gradients, and the length of every step from a KL budget
+(`dpngd.steps`), all before or after the mechanism and without private data. The wrapped optimizer is plain SGD in this
+mode, and its rate has no effect.
+
     optimizer = DPNGD(optimizer, model, public_loader, lambda_safe=0.3, T=steps)
 
-The rate and the clipping threshold stay those of DP-SGD. Whitening is by F~ / lambda_safe, whose floor is 1 where the
-schedule stands at lambda_safe: directions on the floor take DP-SGD's step, steep ones a damped one. In the paper's
-terms C_ngd = C_sgd / sqrt(lambda_safe) and eta_ngd = eta_sgd lambda_safe, which is its equation
-eta_ngd C_ngd = eta_sgd C_sgd sqrt(lambda_safe); as lambda_safe grows, the step becomes DP-SGD's exactly.
+keeps the rate and the clipping threshold of DP-SGD, and whatever optimizer is wrapped; so does kl_budget=None with the
+floor found as above. kl_radius is a guard in that mode: steps that are too long are shortened.
+
+Whitening is by F~ / lambda_safe, whose floor is 1 where the schedule is at lambda_safe: directions on the floor take
+DP-SGD's step, steep ones a damped one. In the paper's terms C_ngd = C_sgd / sqrt(lambda_safe) and
+eta_ngd = eta_sgd lambda_safe, which is its equation eta_ngd C_ngd = eta_sgd C_sgd sqrt(lambda_safe); as lambda_safe
+grows, the step becomes DP-SGD's exactly.
 
 Guarantee: that of Opacus's DPOptimizer with the same noise multiplier, sampling and number of steps. The whitening
 comes from public data and t alone; clipping bounds each sample by max_grad_norm in whitened space (see `mechanism`);
@@ -36,8 +46,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 import torch
@@ -48,18 +60,27 @@ from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from dpngd.clamping import DynamicFloor
+from dpngd import images
+from dpngd.clamping import AUTO, check_lambda_safe, dynamic_floor
 from dpngd.curvature import KFAC, LayerCurvature
 from dpngd.disjoint import overlap
 from dpngd.errors import UsageError
 from dpngd.gradients import Blocks, PerSample, SampleGradients, check_precision
 from dpngd.layers import trainable_layers
 from dpngd.mechanism import GaussianMechanism
-from dpngd.natural import Natural
+from dpngd.natural import Natural, public_clip
 from dpngd.noise import SecretNoise, TorchNoise, stream
+from dpngd.steps import K_DEFAULT, K_NOISE_DEFAULT, PROBE, KLBudget, Probe, Rate, Steps
 
 SMALLEST = 50
 """Public images at least: of fewer the curvature is mostly sampling error."""
+MADE = 500
+"""Public images that are made where none are given."""
+CLIP_RATIO = 0.05
+RESOLVED = 1e-10
+"""Eigenvalues below this share of the largest are rounding: public images span fewer directions than there are."""
+PLAIN = {"momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
+"""What an SGD has that does nothing but theta <- theta - eta grad."""
 
 
 class DPNGD(DPOptimizer):
@@ -68,17 +89,30 @@ class DPNGD(DPOptimizer):
     optimizer    what make_private returned (flat clipping, one device, not ghost mode)
     module       the model that make_private returned
     public       at least 50 public images as the model gets them (floats, normalised): a tensor (n, ...), or a loader
-                 whose batches are images or (images, anything)
-    lambda_safe  the floor; larger is closer to DP-SGD. Try 1, 0.3, 0.1; much lower and the step loses stability
+                 whose batches are images or (images, anything). Or the name of images to make for `shape`: "noise" (1/f
+                 noise, the default), "dead-leaves" or "photos"; about zero mean and unit variance
+    shape        (C, H, W) of an input, for made images
+    lambda_safe  the floor; larger is closer to DP-SGD. "auto" finds it from the curvature of the public images
+    kl_budget    nats by which the run may move the predictions on public images, in T equal steps: it decides how far
+                 each step goes. "auto" is 10, or None where a floor or kl_radius is given; None keeps the wrapped
+                 optimizer's rate
+    kl_noise     nats of it that may be the noise's own; None for no such bound
+    kl_radius    guard for the wrapped optimizer's steps: those of a larger KL divergence are shortened
+    probe        public images on which KL divergences are measured, at least 16
+    clip_ratio   with a KL budget, C = max_grad_norm over the median whitened gradient norm of public images at the
+                 start; None keeps the C of make_private. The sensitivity is max_grad_norm in either case
     T            steps the run will take (the schedule ends at T). A step beyond it is an error
     private      the private data set (a data set, a loader or a tensor), to check that no public image is in it, nor a
                  copy with a changed pixel, mirrored or shifted by one (`dpngd.disjoint`). Reads it once
     lambda_base, T1, p, T_cur   the schedule's other values and the curvature's refresh, as in the paper
     """
 
-    def __init__(self, optimizer: DPOptimizer, module: nn.Module, public: Tensor | Iterable, *, lambda_safe: float,
-                 T: int, lambda_base: float | None = None, T1: float = 0.1, p: float = 10.0, T_cur: int = 8,
-                 labels: str = "sampled", seed: int = 0, private: Tensor | Dataset | DataLoader | None = None):
+    def __init__(self, optimizer: DPOptimizer, module: nn.Module, public: Tensor | Iterable | str | None = None, *,
+                 T: int, lambda_safe: float | str = AUTO, lambda_base: float | None = None, T1: float = 0.1,
+                 p: float = 10.0, T_cur: int = 8, labels: str = "sampled", seed: int = 0,
+                 private: Tensor | Dataset | DataLoader | None = None, shape: tuple[int, int, int] | None = None,
+                 kl_budget: float | str | None = AUTO, kl_noise: float | None = K_NOISE_DEFAULT,
+                 kl_radius: float | None = None, probe: int = PROBE, clip_ratio: float | None = CLIP_RATIO):
         if type(optimizer) is not DPOptimizer:
             raise UsageError(f"optimizer is a {type(optimizer).__name__}: DPNGD wraps the DPOptimizer that "
                              "make_private returns with clipping='flat', grad_sample_mode='hooks' and one process")
@@ -95,14 +129,32 @@ class DPNGD(DPOptimizer):
         if {id(p) for p in self.params} != ours:
             raise UsageError("the optimizer's parameters are not the module's trainable parameters: build the "
                              "optimizer from module.parameters(); freeze what must not train by requires_grad_(False)")
+        check_lambda_safe(lambda_safe)
+        kl_budget = budget_of(kl_budget, lambda_safe, kl_radius, clip_ratio)
+        if kl_budget is not None:
+            check_plain(self.original_optimizer)
         weight = self.layers[0].like
-        x = public_images(public, private).to(weight)
+        x = public_images(made_images(public, shape, seed), private).to(weight)
         with self._hooks_off():
             check_model(model, x)
         self.kfac = KFAC(model, x, labels=labels, generator=stream(seed, "labels") if labels != "exact" else None)
-        self.floor = DynamicFloor(lambda_safe, lambda_safe / 4 if lambda_base is None else lambda_base, T, T1, p)
-        self.natural = Natural(self._public_curvature, self.floor, T_cur, unit=lambda_safe, dtype=weight.dtype)
+        with self._hooks_off():
+            self.steps: Steps | None = None  # None: the wrapped optimizer's own step
+            if kl_budget is not None:
+                self.steps = KLBudget(kl_budget, T, Probe(model, x[:probe]), kl_noise)
+            elif kl_radius is not None:
+                self.steps = Rate(1.0, kl_radius, Probe(model, x[:probe]))
+        self.floor = dynamic_floor(lambda_safe, T, lambda_base=lambda_base, T1=T1, p=p,
+                                   curvature=self._public_curvature)
+        self.natural = Natural(self._public_curvature, self.floor, T_cur, unit=self.floor.lambda_safe,
+                               dtype=weight.dtype)
+        if kl_budget is not None and clip_ratio is not None:
+            self.natural.prepare(0)
+            with self._hooks_off():
+                self.max_grad_norm = public_clip(PerSample(model, check=False), self.natural.geometry, x, clip_ratio,
+                                                 stream(seed, "clip"))
         self.t = 0
+        self.clipped, self.seen = 0, 0  # samples that were scaled down, and all: outside the guarantee
         self.nonfinite = 0  # samples so far that contributed zero because their gradient was not finite
         self._sums: Blocks | None = None  # of the logical batch so far
         self._numbers: tuple[float, float] | None = None  # C and sigma of that batch
@@ -119,6 +171,77 @@ class DPNGD(DPOptimizer):
     @T.setter
     def T(self, T: int) -> None:
         self.floor = self.natural.floor = dataclasses.replace(self.floor, T=T)
+        if isinstance(self.steps, KLBudget):
+            self.steps.T = T
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """A private step; its length is the KL budget's, or the wrapped optimizer's, with a guard where there is one.
+
+        Everything after `pre_step` is post-processing of p.grad, which is private by then (see `dpngd.steps`).
+        """
+        if self.steps is None:
+            return super().step(closure)
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        if self.pre_step():
+            self._move()
+        return None
+
+    @torch.no_grad()
+    def _move(self) -> None:
+        """theta <- theta - s d: d is p.grad, or what the wrapped optimizer makes of it."""
+        params = {name: p for layer in self.layers for name, p in layer.params().items()}
+        if isinstance(self.steps, KLBudget):
+            direction, after = {name: p.grad for name, p in params.items()}, None
+        else:  # the guard: d is the step that the wrapped optimizer takes, which is then taken back
+            before = {name: p.detach().clone() for name, p in params.items()}
+            self.original_optimizer.step()
+            after = {name: p.detach().clone() for name, p in params.items()}
+            direction = {name: before[name] - after[name] for name in params}
+            for name, p in params.items():
+                p.copy_(before[name])
+        with self._hooks_off():
+            s = self.steps(direction, self._noise_kl).s
+        for name, p in params.items():
+            if after is not None and s == 1.0:
+                p.copy_(after[name])  # bit for bit, which theta - (theta - after) need not be
+            else:
+                p.add_(direction[name], alpha=-s)
+
+    def _noise_kl(self) -> float:
+        """The KL divergence that this step's noise causes at s = 1: (sigma C / B)^2 / 2 tr(R F R)."""
+        B = self.expected_batch_size if self.loss_reduction == "mean" else 1
+        return (self.noise_multiplier * self.max_grad_norm / B) ** 2 / 2 * self.natural.noise_energy()
+
+    def summary(self) -> str:
+        """What the optimizer does at this point of the run, as a table. The last row is outside the guarantee."""
+        if self.natural.F is None:
+            self.natural.prepare(min(self.t, self.T))
+        floor = self.natural.geometry.lambda_t
+        above = [int((F.spectrum() > floor).sum()) for F in self.natural.F]
+        sizes = [F.spectrum().numel() for F in self.natural.F]
+        rows = [("step", f"{self.t} of {self.T}, {self.T - self.t} left"),
+                ("lambda_t", f"{floor * self.natural.unit:.4g} (lambda_safe {self.floor.lambda_safe:.4g}, lambda_base "
+                             f"{self.floor.lambda_base:.4g})"),
+                ("above the floor", f"{sum(above)} of {sum(sizes)} directions")]
+        rows += [(f"  {layer.name or 'model'}", f"{a} of {n}")
+                 for layer, a, n in zip(self.layers, above, sizes, strict=True)]
+        rows += [("C", f"{self.max_grad_norm:.4g} (max_grad_norm, in units of lambda_safe^-1/2)"),
+                 ("length of a step", self._length())]
+        share = f"{100 * self.clipped / self.seen:.0f} %" if self.seen else "-"
+        rows += [("clipped", f"{share} of the samples so far; {self.nonfinite} not finite  [from private data, outside "
+                             "the guarantee: do not publish]")]
+        return "\n".join(f"{name:20}{value}" for name, value in rows)
+
+    def _length(self) -> str:
+        if self.steps is None:
+            return "the wrapped optimizer's"
+        last, budget = self.steps.last, isinstance(self.steps, KLBudget)
+        bound = f"kappa = {self.steps.kappa:.4g}" if budget else f"kl_radius = {self.steps.kl_radius:.4g}"
+        if last is None or (not budget and self.t == 0):
+            return f"by KL divergence, {bound}; no step yet"
+        return f"s = {last.s:.4g}, KL {last.kl:.4g} against {bound}"
 
     def pre_step(self, closure=None) -> bool:
         """Clip, and at the end of a logical batch count, add noise and scale: whether the weights are to be updated.
@@ -201,10 +324,14 @@ class DPNGD(DPOptimizer):
         """Add the clipped whitened gradients of one physical batch to the sums of the current step."""
         if self._sums is None:  # F~ is fixed before the step's first batch is looked at
             self.natural.prepare(min(self.t, self.T))
+            if self.t == 0:
+                self._warn_of_the_floor()
         mechanism = self._mechanism()
         zeros = [layer.like.new_zeros(layer.shape) for layer in self.layers]
         clipped = mechanism.clipped_sums([self._gradients()], self.natural.geometry, zeros)
         self.nonfinite += clipped.seen - clipped.norms.shape[1]
+        self.clipped += int((clipped.norms > self.max_grad_norm).sum())
+        self.seen += clipped.norms.shape[1]
         sums = clipped.sums[0]
         self._sums = sums if self._sums is None else [s + new for s, new in zip(self._sums, sums, strict=True)]
 
@@ -222,8 +349,26 @@ class DPNGD(DPOptimizer):
                 params[name].grad = grad
         self.t += 1
 
+    def _warn_of_the_floor(self) -> None:
+        """A warning where no eigenvalue, or every one but rounding, is above the floor. F is public, so it is too."""
+        spectrum = torch.cat([F.spectrum().flatten() for F in self.natural.F])
+        floor, top = self.natural.geometry.lambda_t, float(spectrum.max())
+        if top <= floor:
+            warnings.warn(f"lambda_safe = {self.floor.lambda_safe:.3g} is above every eigenvalue of F: this is DP-SGD; "
+                          "take a lower one, or lambda_safe='auto'", stacklevel=2)
+        elif float(spectrum[spectrum > RESOLVED * top].min()) > floor:
+            warnings.warn(f"lambda_safe = {self.floor.lambda_safe:.3g} is under every eigenvalue of F: nothing is "
+                          "clamped, and steps are unstable; take a higher one, or lambda_safe='auto'", stacklevel=2)
+
     def state_dict(self) -> dict:
-        return {**super().state_dict(), "dpngd": {"t": self.t, "labels": self._label_state()}}
+        """Opacus's, and under "dpngd" what a run needs to go on: t, labels, the length of a step, the floor and C.
+
+        The floor and C may have been found at theta_0: at later weights they would be others.
+        """
+        floor = (self.floor.lambda_safe, self.floor.lambda_base)
+        steps = None if self.steps is None else self.steps.state_dict()
+        return {**super().state_dict(), "dpngd": {"t": self.t, "labels": self._label_state(), "floor": floor,
+                                                  "C": self.max_grad_norm, "steps": steps}}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Also takes up the schedule; the curvature is computed anew at the next step."""
@@ -234,6 +379,15 @@ class DPNGD(DPOptimizer):
         super().load_state_dict(state)
         self.abandon()
         self.t, self.natural.F = own["t"], None
+        if "floor" in own:  # a checkpoint of an earlier version has a floor that was given, and no steps
+            safe, base = own["floor"]
+            self.floor = self.natural.floor = dataclasses.replace(self.floor, lambda_safe=safe, lambda_base=base)
+            self.natural.unit, self.max_grad_norm = safe, own["C"]
+            if (own["steps"] is None) != (self.steps is None):
+                raise UsageError("the checkpoint and this optimizer differ in kl_budget or kl_radius: construct it as "
+                                 "the one that saved it")
+            if self.steps is not None:
+                self.steps.load_state_dict(own["steps"])
         if own["labels"] is not None:
             self.kfac.generator.set_state(own["labels"])
 
@@ -283,6 +437,45 @@ class DPNGD(DPOptimizer):
             layers.append(layer.join(*samples))
         losses = samples[0].new_zeros(len(samples[0]))  # Opacus keeps no per-sample losses
         return SampleGradients(layers, losses)
+
+
+def budget_of(kl_budget: float | str | None, lambda_safe: float | str, kl_radius: float | None,
+              clip_ratio: float | None) -> float | None:
+    """The KL budget that was asked for, or None; an error for choices that exclude one another."""
+    if isinstance(kl_budget, str) and kl_budget != AUTO:
+        raise UsageError(f"kl_budget is {kl_budget!r}: it must be a positive number, {AUTO!r} or None")
+    if clip_ratio is not None and not (isinstance(clip_ratio, int | float) and 0 < clip_ratio < math.inf):
+        raise UsageError(f"clip_ratio is {clip_ratio!r}: it must be a positive number, or None")
+    if kl_budget == AUTO:
+        return K_DEFAULT if lambda_safe == AUTO and kl_radius is None else None
+    if kl_budget is not None and kl_radius is not None:
+        raise UsageError("kl_budget and kl_radius exclude one another: a KL budget decides how far to go, kl_radius "
+                         "guards the steps of a rate; leave one out")
+    return kl_budget
+
+
+def check_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse anything but plain SGD where a KL budget decides how far to go: what it does would be lost."""
+    kind = type(optimizer).__name__
+    extras = [f"{name}={group[name]}" for group in optimizer.param_groups for name, value in PLAIN.items()
+              if group.get(name, value) != value]
+    if type(optimizer) is not torch.optim.SGD or extras:
+        raise UsageError(f"the wrapped optimizer is {kind}{' with ' + extras[0] if extras else ''}: with a KL budget "
+                         "it must be plain torch.optim.SGD, whose rate has no effect; to keep yours, pass "
+                         "kl_budget=None, and kl_radius=0.1 as a guard")
+
+
+def made_images(public: Tensor | Iterable | str | None, shape: tuple[int, int, int] | None, seed: int,
+                ) -> Tensor | Iterable:
+    """The public images: given, or made for the shape where their name, or nothing, is given."""
+    if public is None or isinstance(public, str):
+        if shape is None:
+            raise UsageError("no public images are given: pass shape=(C, H, W) of an input, for which they are made, "
+                             "or public images of your own")
+        return images.standardised(public or "noise", MADE, shape, seed)
+    if shape is not None:
+        raise UsageError("shape is for images that are made: leave it out beside public images of your own")
+    return public
 
 
 def public_images(public: Tensor | Iterable, private: Tensor | Dataset | DataLoader | None = None) -> Tensor:

@@ -1,0 +1,278 @@
+"""DPNGD with nothing to tune: made images, the floor by rank, a KL budget; and the guard for those who keep a rate."""
+
+import copy
+import math
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus import PrivacyEngine
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpngd import images as made
+from dpngd.clamping import floor_by_rank
+from dpngd.curvature import KFAC
+from dpngd.errors import UsageError
+from dpngd.noise import stream
+from dpngd.opacus import DPNGD
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Opacus warns about itself in many places
+N, B, SHAPE = 64, 16, (1, 8, 8)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU(), nn.AvgPool2d(4), nn.Flatten(),
+                         nn.Linear(8 * 4, 5))
+
+
+DATA = TensorDataset(torch.randn(N, *SHAPE, generator=torch.Generator().manual_seed(1)), torch.arange(N) % 5)
+X, Y = DATA[:B]
+
+
+def private(lr=0.5, sigma=1.0, C=1.0, inside=torch.optim.SGD, **options):
+    model = network()
+    engine = PrivacyEngine(accountant="prv")
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=inside(model.parameters(), lr=lr, **options),
+        data_loader=DataLoader(DATA, batch_size=B), noise_multiplier=sigma, max_grad_norm=C,
+        noise_generator=torch.Generator().manual_seed(7))
+    return engine, model, optimizer, loader
+
+
+def free(T=6, shape=SHAPE, **settings):
+    """(model, optimizer) of the one line that a DP-SGD program changes."""
+    inside = {k: settings.pop(k) for k in ("lr", "sigma", "C", "inside", "momentum", "weight_decay") if k in settings}
+    _, model, optimizer, _ = private(**inside)
+    return model, DPNGD(optimizer, model, T=T, shape=shape, **settings)
+
+
+def step(model, optimizer, x=X, y=Y):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@torch.no_grad()
+def kl(model, before, x):
+    p, q = before(x).double().softmax(1), model(x).double().softmax(1)
+    return float((p * (p / q).log()).sum(1).mean())
+
+
+def test_the_rate_has_no_effect():
+    ends = []
+    for lr in (0.1, 1.0, 10.0):
+        model, optimizer = free(lr=lr)
+        for _ in range(3):
+            step(model, optimizer)
+        ends.append(flat(model))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+    assert not torch.equal(ends[0], flat(network()))
+
+
+def test_make_privates_clip_has_no_effect_either_unless_it_is_kept():
+    ends = []
+    for C, ratio in ((0.1, 0.05), (5.0, 0.05), (0.1, None), (5.0, None)):
+        model, optimizer = free(C=C, clip_ratio=ratio)
+        assert (optimizer.max_grad_norm == C) == (ratio is None)
+        step(model, optimizer)
+        ends.append(flat(model))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[2], ends[3])
+
+
+def test_every_step_is_kappa_on_the_probe_and_capped_by_the_noise():
+    """On images made afresh: what the optimizer measures is what a user would."""
+    model, optimizer = free(kl_budget=0.6, kl_noise=None, probe=64)
+    probe = made.standardised("noise", 64, SHAPE)
+    for _ in range(6):
+        before = copy.deepcopy(model._module)
+        step(model, optimizer)
+        assert 0.8 * 0.1 <= kl(model._module, before, probe) <= 1.2 * 0.1
+    model, optimizer = free(kl_budget=0.6, kl_noise=1e-4)
+    step(model, optimizer)
+    s = optimizer.steps.last.s
+    assert s**2 * optimizer._noise_kl() == pytest.approx(1e-4 / 6)
+    assert optimizer.steps.last.kl < 0.8 * 0.1
+
+
+def test_the_noises_kl_is_in_the_units_of_the_step():
+    """With F whitened in units of lambda_safe: sigma and C enter squared, B by its inverse."""
+    energies = {}
+    for sigma, C in ((1.0, 1.0), (3.0, 1.0), (1.0, 2.0)):
+        _, optimizer = free(sigma=sigma, C=C, clip_ratio=None)
+        optimizer.natural.prepare(0)
+        energies[sigma, C] = optimizer._noise_kl()
+        spectrum = torch.cat([f.spectrum().flatten() for f in optimizer.natural.F]) * optimizer.floor.lambda_safe
+        lam = optimizer.floor.lambda_safe
+        expected = (sigma * C / B) ** 2 / 2 * lam * float((spectrum / spectrum.clamp(min=lam)).sum())
+        assert energies[sigma, C] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("public", [None, "noise", "dead-leaves", "photos"])
+def test_public_images_are_made_for_the_shape(public):
+    model, optimizer = free(public=public)
+    assert optimizer.kfac.x.shape == (500, *SHAPE)
+    assert torch.equal(optimizer.kfac.x, made.standardised(public or "noise", 500, SHAPE))
+    assert abs(float(optimizer.kfac.x.mean())) < 0.5
+    assert 0.4 < float(optimizer.kfac.x.std()) < 1.6
+    step(model, optimizer)
+
+
+def test_the_floor_is_found_by_rank_and_c_from_the_median_norm():
+    _, optimizer = free()
+    F0 = KFAC(network(), made.standardised("noise", 500, SHAPE), generator=stream(0, "labels"))()
+    assert optimizer.floor.lambda_safe == pytest.approx(floor_by_rank(F0), rel=1e-6)
+    assert optimizer.floor.lambda_base == optimizer.floor.lambda_safe / 4
+    assert free(clip_ratio=0.5)[1].max_grad_norm == pytest.approx(10 * optimizer.max_grad_norm)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one():
+    """Floor and C are those of theta_0, also for an optimizer that is constructed at later weights."""
+    model, optimizer = free(T_cur=1)
+    for _ in range(2):
+        step(model, optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), optimizer.generator.get_state()))
+    step(model, optimizer)
+
+    _, again, inner, _ = private()
+    again.load_state_dict(saved[0])
+    resumed = DPNGD(inner, again, T=6, shape=SHAPE, T_cur=1)
+    assert resumed.floor != optimizer.floor
+    assert resumed.max_grad_norm != optimizer.max_grad_norm
+    resumed.load_state_dict(saved[1])
+    resumed.generator.set_state(saved[2])
+    step(again, resumed)
+    assert torch.equal(flat(again), flat(model))
+    assert resumed.steps.last == optimizer.steps.last
+    _, other, inner, _ = private()
+    with pytest.raises(UsageError, match="differ in kl_budget or kl_radius"):
+        DPNGD(inner, other, T=6, shape=SHAPE, kl_budget=None).load_state_dict(saved[1])
+
+
+def test_with_a_memory_manager_one_step_per_logical_batch():
+    _, model, inner, loader = private()
+    optimizer = DPNGD(inner, model, T=len(loader), shape=SHAPE)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as small:
+        for x, y in small:
+            step(model, optimizer, x, y)
+    assert optimizer.t == len(loader)
+
+
+def test_the_same_budget_is_spent():
+    spent = []
+    for natural in (False, True):
+        engine, model, optimizer, loader = private()
+        if natural:
+            optimizer = DPNGD(optimizer, model, T=len(loader), shape=SHAPE)
+        for x, y in loader:
+            step(model, optimizer, x, y)
+        spent.append(engine.accountant.history)
+    assert spent[0] == spent[1] != []
+
+
+@pytest.mark.parametrize("inside", [{"inside": torch.optim.Adam}, {"momentum": 0.9}, {"weight_decay": 0.1}])
+def test_another_optimizer_inside_is_refused_with_a_hint_and_works_with_the_guard(inside):
+    with pytest.raises(UsageError, match=r"plain torch\.optim\.SGD.*kl_radius"):
+        free(**inside)
+    model, optimizer = free(kl_radius=1e-3, lr=3.0, **inside)
+    probe = made.standardised("noise", 128, SHAPE)
+    for _ in range(3):
+        before = copy.deepcopy(model._module)
+        step(model, optimizer)
+        assert kl(model._module, before, probe) <= 1.5e-3
+        assert optimizer.steps.last.s < 1
+
+
+def test_a_guard_that_never_binds_changes_nothing():
+    ends = []
+    for settings in ({"kl_budget": None}, {"kl_radius": 1e6}):
+        model, optimizer = free(momentum=0.9, **settings)
+        for _ in range(3):
+            step(model, optimizer)
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
+def test_a_rate_with_the_floor_by_rank_is_a_rate():
+    """kl_budget=None keeps DP-SGD's rate and clip; a number for the floor does too, as before."""
+    _, optimizer = free(kl_budget=None)
+    assert optimizer.steps is None
+    assert optimizer.max_grad_norm == 1.0
+    _, other = free(lambda_safe=optimizer.floor.lambda_safe)
+    assert other.steps is None
+    assert other.floor == optimizer.floor
+
+
+def test_summary():
+    model, optimizer = free()
+    text = optimizer.summary()
+    assert "0 of 6, 6 left" in text
+    assert "kappa = 1.667; no step yet" in text
+    step(model, optimizer)
+    text = optimizer.summary()
+    above = [int(n) for n in re.findall(r"^  \S+ +(\d+) of \d+$", text, re.M)]
+    assert len(above) == 3
+    assert f"above the floor     {sum(above)} of " in text
+    assert "1 of 6, 5 left" in text
+    assert re.search(r"s = \S+, KL \S+ against kappa = 1.667", text)
+    assert re.search(r"clipped .*outside the guarantee", text)
+    assert "the wrapped optimizer's" in free(kl_budget=None)[1].summary()
+    assert "kl_radius = 0.1; no step yet" in free(kl_radius=0.1)[1].summary()
+
+
+@pytest.mark.parametrize(("floor", "message"), [(1e9, "above every eigenvalue of F: this is DP-SGD"),
+                                                (1e-30, "under every eigenvalue of F")])
+def test_a_floor_that_clamps_all_or_nothing_is_warned_of_once(floor, message):
+    model, optimizer = free(lambda_safe=floor)
+    with pytest.warns(UserWarning, match=message):
+        step(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="lambda_safe")
+        step(model, optimizer)
+        step(*free())
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"kl_budget": 0.0}, "the KL budget K is 0.0"),
+    ({"kl_budget": -1}, "the KL budget K is -1"),
+    ({"kl_budget": "ten"}, "kl_budget is 'ten': it must be a positive number, 'auto' or None"),
+    ({"kl_noise": 0}, "K_noise is 0"),
+    ({"probe": 8}, "the probe has 8 images: .* at least 16"),
+    ({"kl_budget": 10, "kl_radius": 0.1}, "kl_budget and kl_radius exclude one another"),
+    ({"kl_radius": -0.1}, "kl_radius is -0.1"),
+    ({"lambda_safe": "aut"}, "lambda_safe is 'aut': it must be a positive number, or 'auto'"),
+    ({"clip_ratio": 0}, "clip_ratio is 0"),
+    ({"shape": None}, r"pass shape=\(C, H, W\)"),
+    ({"shape": (8, 8)}, r"shape is \(8, 8\): images are made for \(C, H, W\)"),
+    ({"shape": (2, 8, 8)}, r"shape is \(2, 8, 8\)"),
+    ({"shape": (3, 8, 8)}, r"public images of shape \(3, 8, 8\)"),
+    ({"public": "nois"}, "unknown images 'nois': did you mean 'noise'"),
+    ({"public": torch.zeros(60, *SHAPE)}, "shape is for images that are made"),
+    ({"T": 0}, "T"),
+])
+def test_bad_input_is_one_line_at_construction(settings, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        free(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_s_is_the_same_for_the_same_release_from_other_private_data():
+    """Two private batches, noise and clip such that the release is equal: none at all, and empty batches."""
+    lengths = []
+    for x in (X[:0], DATA[B : 2 * B][0][:0]):
+        model, optimizer = free()
+        for _ in range(2):
+            step(model, optimizer, x, Y[:0])
+        lengths.append(optimizer.steps.last)
+    assert lengths[0] == lengths[1]
+    assert math.isfinite(lengths[0].s)
