@@ -225,7 +225,7 @@ def test_impossible_runs_are_errors_before_anything_is_computed(monkeypatch):
         raise AssertionError("computed")
 
     monkeypatch.setattr(train, "initial_model", never)
-    for changes, message in (({"epsilon": 1e5}, "must be at most 100"),
+    for changes, message in (({"epsilon": 1e5}, "must be at most 200"),
                              ({"delta": 1e-3, "N": None}, "must be below 1/N"),
                              ({"augment": True}, "has no views that keep its labels"),
                              ({"N": None, "B": 1438}, "take B from 1 to N")):
