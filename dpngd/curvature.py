@@ -164,7 +164,7 @@ def _plus(total: Tensor | None, term: Tensor | None) -> Tensor | None:
 
 
 def draw_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """y ~ softmax(logits), one uniform number a row: neither the size of the parts nor a nan row disturbs the rest."""
+    """y ~ softmax(logits), one uniform number per row: neither the parts' sizes nor a nan row changes others."""
     u = torch.rand(len(logits), 1, dtype=torch.float64, generator=generator).to(logits.device)
     return (logits.double().softmax(1).cumsum(1) < u).sum(1).clamp(max=logits.shape[1] - 1)
 

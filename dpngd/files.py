@@ -6,17 +6,24 @@ import contextlib
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file (text as UTF-8) so that a reader, a crash or a power cut sees the old or the new one, no third."""
-    data = content.encode("utf-8") if isinstance(content, str) else content
+def write_atomically(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:
+    """Write a file so that a reader, a crash or a power cut sees the old or the new one, no third.
+
+    `content` is text (written as UTF-8), bytes, or a function that writes to the open file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read

@@ -126,7 +126,7 @@ class PerSample:
     def _self_check(self, x: Tensor, y: Tensor) -> bool:
         """Check that samples do not mix, that gradients are autograd's, and that a forward pass leaves no trace.
 
-        Eight samples of the batch (others are added where there are fewer) stand around an outlier, a sample times
+        Eight samples of the batch (others are added where there are fewer) surround an outlier, a sample times
         1,000: mixing too weak to see among ordinary samples moves their outputs when one is that large. Outputs and
         losses of every sample in the batch are compared with those of its row alone, with dropout switched off; the
         gradients of the first and the last with autograd's, with dropout as it is and the same masks in both passes.

@@ -371,7 +371,7 @@ class DPNGD(DPOptimizer):
                                                   "C": self.max_grad_norm, "steps": steps}}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Also takes up the schedule; the curvature is computed anew at the next step."""
+        """Also takes up the schedule; the curvature is computed again at the next step."""
         state = dict(state_dict)
         own = state.pop("dpngd", None)
         if own is None:

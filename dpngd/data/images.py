@@ -6,7 +6,6 @@ Shapes: a batch is (n, C, H, W), uint8. C is 1 (grey) or 3 (RGB).
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from dpngd.errors import UsageError
+from dpngd.files import write_atomically
 from dpngd.images import fit
 
 __all__ = ["find_images", "fit", "montage", "per_class", "read_image", "save_png", "to_nchw"]
@@ -48,7 +48,10 @@ def to_nchw(x: np.ndarray) -> Tensor:
 
 
 def montage(x: Tensor, columns: int, zoom: int = 2, gap: int = 2) -> Image.Image:
-    """x (n,C,H,W) uint8 as one picture, row by row, each pixel `zoom` wide so that 32x32 images can be looked at."""
+    """x (n,C,H,W) uint8 as one picture, row by row, each pixel `zoom` wide so that 32x32 images can be looked at.
+
+    torchvision's make_grid does as much, but a montage must not need torchvision, which only downloads need here.
+    """
     x = x.expand(-1, 3, -1, -1).repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
     n, _, height, width = x.shape
     rows = math.ceil(n / columns)
@@ -60,15 +63,9 @@ def montage(x: Tensor, columns: int, zoom: int = 2, gap: int = 2) -> Image.Image
 
 
 def save_png(image: Image.Image, path: Path) -> None:
-    """Write a PNG by a temporary file and a rename."""
+    """Write a PNG, whole or not at all."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            image.save(part, format="PNG")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_atomically(path, lambda file: image.save(file, format="PNG"))
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from dpngd.errors import UsageError
+from dpngd.files import write_atomically
 
 Arrays = dict[str, np.ndarray]
 AGES = 130  # exclusive bound of a plausible age, so that a column mix-up is noticed
@@ -155,15 +155,9 @@ def _read(path: Path, form: Form, version: tuple[int, int, int]) -> Prepared:
 
 
 def write(prepared: Prepared, folder: Path) -> Path:
-    """Write `<folder>/<file>.npz` by a temporary file and a rename, so that no reader sees half of it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write `<folder>/<file>.npz`, whole or not at all."""
     path = folder / f"{prepared.form.file}.npz"
-    part = folder / f".{path.name}.{os.getpid()}.part"
     kept = {key: prepared.arrays[key] for key in prepared.form.wanted}
-    try:
-        with part.open("wb") as file:
-            np.savez(file, **kept, source=np.array(prepared.source), digest=np.array(prepared.digest))
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_atomically(path, lambda file: np.savez(file, **kept, source=np.array(prepared.source),
+                                                 digest=np.array(prepared.digest)))
     return path

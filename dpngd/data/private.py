@@ -42,7 +42,7 @@ class Private:
     classes: int
     source: str
     digest: str  # of the whole prepared set, before any subset is taken
-    evaluated_on: str = "test"  # what x_test is: "test", or "validation" when a part of the training set stands in
+    evaluated_on: str = "test"  # what x_test is: "test", or "validation" when a part of the training set replaces it
 
     @property
     def N(self) -> int:

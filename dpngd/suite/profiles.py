@@ -202,8 +202,8 @@ class Profile:
         if METHODS[method].rate:  # a method with a KL budget has none: everything about it is stated
             derive = self._whitened if METHODS[method].second_order else self._plain
             derived = derive(values, method, like, epsilon, own | changes)
-            eta, whence = derived["eta"]
-            derived["eta"] = number(eta * rate), (*whence, *((f"times {rate:g}", TUNED) if rate != 1 else ()))
+            eta, origin = derived["eta"]
+            derived["eta"] = number(eta * rate), (*origin, *((f"times {rate:g}", TUNED) if rate != 1 else ()))
         derived = {n: d for n, d in derived.items() if n not in changes and n in (*wanted, "eta")}
         values |= {n: value for n, (value, _) in derived.items()}
         origins |= {n: origin for n, (_, origin) in derived.items()} | dict.fromkeys(own, (TUNED,))
@@ -353,14 +353,14 @@ class Profile:
         return config.T * pick(self.settings["cost"][order], config.data, config.epsilon, order, config.method)
 
 
-# ---- Grids of a search as params/*.yaml writes them: axes, blocks of axes, and the points that they stand for --------
+# ---- Grids of a search as params/*.yaml writes them: axes, blocks of axes, and their points --------
 
 Grid = dict[str, list] | list[dict[str, list]]
 """A table of axis: [values], or several such blocks."""
 
 
 def place(data: str, model: str | None = None) -> str:
-    """Where the winners of a search stand: under the data set, or under it and the network."""
+    """The place of a search's winners: under the data set, or under it and the network."""
     return f"{data}/{model}" if model else data
 
 
@@ -386,7 +386,7 @@ def points(grid: Grid) -> list[dict[str, Any]]:
 
 
 def joint(name: str, value: Any) -> dict[str, Any]:
-    """The changes that one value of an axis stands for; an axis like C0+C1 sets several fields together."""
+    """The changes that one value of an axis means; an axis like C0+C1 sets several fields together."""
     parts = name.split("+")
     if len(parts) == 1:
         return {name: value}

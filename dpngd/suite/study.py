@@ -21,7 +21,6 @@ import pandas as pd
 from IPython.display import HTML, Image, Markdown, display
 from matplotlib.figure import Figure
 
-from dpngd import __version__
 from dpngd.errors import UsageError, unknown
 from dpngd.files import write_atomically
 from dpngd.methods import METHODS
@@ -56,8 +55,8 @@ def configs(notebook: str, profile: profiles.Profile, **choices: Any) -> dict[st
 
 
 def results_stamp(profile: str, store: Store, keys: Iterable[str]) -> str:
-    """What a figure or report was drawn from: this package's version, the profile, and its results (`Store.stamp`)."""
-    return ", ".join(part for part in (f"dpngd {__version__}", f"profile {profile}", store.stamp(keys)) if part)
+    """What a figure or report was drawn from: the profile and its results (`Store.stamp`), never the work tree."""
+    return ", ".join(part for part in (f"dpngd, profile {profile}", store.stamp(keys)) if part)
 
 
 def check_parameters(profile: profiles.Profile, choices: Mapping[str, Any], train: Any, jobs: Any) -> None:

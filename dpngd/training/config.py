@@ -2,9 +2,11 @@
 
 A run is a pure function of its config, and its record is stored under the config's key, so a config holds
 numbers and names only. What makes two methods different in structure (which space is clipped, what the Fisher
-labels are, how the budget is split) belongs to the method's name; its entry in
-`dpngd.methods` says which fields it reads.
-A field that its method does not read must stay None: otherwise one and the same run would have several keys.
+labels are, how the budget is split) belongs to the method's name; its entry in `dpngd.methods` says which fields it
+reads. A field that its method does not read must stay None: otherwise one and the same run would have several keys.
+
+It is a dataclass with checks of our own, not a pydantic model: `--help` and errors then answer at once without that
+package, and a message names the field, its interval and what to do in one line.
 
 A user's own data are named by a path, `npz:PATH` or `folder:PATH`. A key must not depend on where a file lies, and must
 depend on what is in it: so the config also holds a digest of the content, and the canonical form has the digest and no

@@ -3,7 +3,7 @@
 Guarantee: nothing here sees a private image, so the start is a constant to the mechanism and costs no privacy.
 
 With labels, the task is their classification under a temporary head; without, it is telling by how many quarter turns
-an image was rotated. The body is kept, the head for the private task starts anew.
+an image was rotated. The body is kept, the head for the private task starts from random weights.
 """
 
 from __future__ import annotations

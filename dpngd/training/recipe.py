@@ -1,12 +1,12 @@
 """The training recipe around every method: augmentation multiplicity and averaged weights.
 
-After De et al. (2022): K random views a sample whose losses are averaged before the per-sample gradient is taken (the
-plain image is not one of them), an exponential moving average of the weights for evaluation, a constant rate eta, no
-momentum, no weight decay.
+After De et al. (2022): K random views per sample, whose losses are averaged before the per-sample gradient is taken
+(the plain image is not one of them), an exponential moving average of the weights for evaluation, a constant rate eta,
+no momentum, no weight decay.
 
 | symbol | meaning                                     | where                                            |
 | ------ | ------------------------------------------- | ------------------------------------------------ |
-| K      | views a sample                              | `augment`: (b,C,H,W) -> (b*K,C,H,W)              |
+| K      | views per sample                            | `augment`: (b,C,H,W) -> (b*K,C,H,W)              |
 | t      | number of updates so far                    | `EMA`: decay min(decay, (1+t)/(10+t))            |
 """
 
@@ -103,7 +103,8 @@ class EMA:
     """The exponential moving average of a model's parameters, for evaluation: it touches nothing that training reads.
 
     After update t (from 0): average <- d average + (1-d) weights, with d = min(decay, (1+t)/(10+t)). Without this
-    warm-up a decay of 0.9999 would still hold most of the random start after a few thousand steps.
+    warm-up a decay of 0.9999 would still hold most of the random start after a few thousand steps. (torch's
+    AveragedModel copies the weights at its first update and has no such warm-up, and it holds a second model.)
     """
 
     def __init__(self, model: torch.nn.Module, decay: float = 0.9999) -> None:
