@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpngd.errors import UsageError
-from dpngd.layers import Dense, Layer, LayerGradient, trainable_layers
+from dpngd.layers import Dense, Layer, LayerGradient, RowLayer, trainable_layers
 
 Blocks = list[Tensor]
 """One (R, O, I) matrix stack per layer: how sums, noise and updates are held. Symbols as in `layers.forms`."""
@@ -298,14 +299,43 @@ class Tape:
                 self._leaves.append(z.requires_grad_())
                 z = z.clone()  # the model may change its copy in place; a leaf it may not
 
-            def arrived(d: Tensor) -> None:
+            def arrived(d: Tensor, rows: bool = False) -> None:
                 if a._version != version:
                     raise UsageError(f"the input of layer {layer.name!r} was changed in place after use: use the "
                                      "out-of-place operation before it (e.g. ReLU(inplace=False))")
                 with torch.no_grad():
-                    self.results[i] = self.build(layer, a, d.detach())
+                    self.results[i] = self.build(layer, None if rows else a, d.detach())
 
+            if args[0].requires_grad and isinstance(layer, RowLayer):
+                backward = layer.backward_of(a, z)
+                if backward is not None:
+                    return Fused.apply(args[0], Fuse(z.data, backward, arrived))
             z.register_hook(arrived)
             return z
 
         return hook
+
+
+@dataclass
+class Fuse:
+    """A layer's output z, its backward pass d -> (gradient of the input, rows), and who is told of the rows."""
+
+    z: Tensor | None
+    backward: Callable[[Tensor], tuple[Tensor, Tensor]]
+    arrived: Callable[[Tensor, bool], None]
+
+
+class Fused(torch.autograd.Function):
+    """In place of a layer's own node in autograd's graph: one pass gives its input's gradient and the samples'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fuse: Fuse) -> Tensor:
+        z, fuse.z = fuse.z, None  # z will refer to ctx: a reference back would keep both
+        ctx.fuse = fuse
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        dx, rows = ctx.fuse.backward(d)
+        ctx.fuse.arrived(rows, True)
+        return dx, None

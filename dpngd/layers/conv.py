@@ -23,14 +23,17 @@ from torch import Tensor, nn
 from dpngd.layers.base import Layer, register
 from dpngd.layers.forms import Dense, LayerGradient, pair_sq_norms, weighted_energy
 
+UNFOLDED = 2**23
+"""Bytes of patches that are copied out at once. Larger blocks come from the system anew each time, page by page."""
+
 
 @register(nn.Conv2d)
 class Conv2dLayer(Layer):
     """z_t = W a_t + bias, a_t the patch of the input that output position t sees; R groups of channels.
 
-    Which way to the per-sample gradients is fastest depends on the shapes (as measured on CPU cores):
+    Which way to the per-sample gradients is fastest depends on the shapes (measured on CPU cores; see `unfolds`):
     - wide, with few positions: none at all, a and d are kept (`ConvFactors`);
-    - few input channels, or 1x1: unfold, then one matrix product per view;
+    - few input channels, 1x1, or few positions: unfold, then one matrix product per sample;
     - K >= 8 views: an ordinary weight gradient for each sample, whose batch is the sample's views;
     - else: the weight gradient of one convolution with a group for every sample.
     The choice is by shape and not by timing, so that a run repeats bit for bit.
@@ -41,12 +44,14 @@ class Conv2dLayer(Layer):
         self.kernel, self.stride, self.dilation = module.kernel_size, module.stride, module.dilation
         self.R = module.groups
         self.O, self.C = module.out_channels // self.R, module.in_channels // self.R
-        self.patch = self.C * self.kernel[0] * self.kernel[1]  # I without the bias
+        self.taps = self.kernel[0] * self.kernel[1]
+        self.patch = self.C * self.taps  # I without the bias
         self.shape = (self.R, self.O, self.patch + self.bias)
         plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
         self.padding = module.padding if plain else (0, 0)
         # 'same' may be lopsided and other modes are not zeros: pad the input itself, once, for both.
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        self._starts: dict[tuple, tuple[Tensor, int]] = {}  # of the last shapes seen: see `_runs`
         self.pad = None if plain else (module._reversed_padding_repeated_twice, mode)
 
     def columns(self, a: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,17 +80,24 @@ class Conv2dLayer(Layer):
     def per_sample(self, a: Tensor, d: Tensor, K: int) -> Dense:
         """g from the (padded) input a (b*K, R*C, H, W) and d (b*K, R*O, H', W')."""
         b = len(d) // K
-        if self.kernel == (1, 1) or self.C <= 4 or (K == 1 and self.O >= 64 and d[0, 0].numel() <= 256):
-            w = self._unfolded(a, d, b)
-        elif K >= 8:
+        bias = d.flatten(2).sum(2).view(b, K, self.R, self.O).sum(1) if self.bias else None
+        if self.unfolds(K, d[0, 0].numel()):
+            return Dense(self._unfolded(a, d, b), bias, taps=self.taps)
+        if K >= 8:
             w = torch.cat([self.weight_gradient(x, e, 1) for x, e in zip(a.split(K), d.split(K), strict=True)])
         else:
             a = a.unflatten(0, (b, K)).transpose(0, 1).flatten(1, 2)
             w = self.weight_gradient(a, d.unflatten(0, (b, K)).transpose(0, 1).flatten(1, 2), b)
-        w = w.view(b, self.R, self.O, self.patch)
-        if not self.bias:
-            return Dense(w)
-        return Dense(w, d.flatten(2).sum(2).view(b, K, self.R, self.O).sum(1))
+        return Dense(w.view(b, self.R, self.O, self.patch), bias)
+
+    def unfolds(self, K: int, S: int) -> bool:
+        """Whether the patches are copied out, K views of S positions each.
+
+        A convolution with a group per sample starts slowly on few positions or many channels; unfolding writes k*k
+        copies of the input, which is little for 1x1 kernels, few channels or few positions.
+        """
+        few = S <= 64 or (self.O >= 64 and S <= 256)
+        return self.taps == 1 or self.C <= 4 or (K < 8 and few)
 
     def weight_gradient(self, a: Tensor, d: Tensor, b: int) -> Tensor:
         """Weight gradient of a convolution whose channels hold b samples side by side: (b*R, O, I)."""
@@ -97,11 +109,55 @@ class Conv2dLayer(Layer):
         return w.reshape(groups, self.O, self.patch)
 
     def _unfolded(self, a: Tensor, d: Tensor, b: int) -> Tensor:
-        """One product d U' per view, summed over views: (b, R, O, I) up to a view."""
-        n, (H, W) = len(a), d.shape[2:]
-        U = self.patches(a, H, W).reshape(n * self.R, self.patch, H * W)
-        w = d.reshape(n * self.R, self.O, H * W) @ U.mT
-        return w if n == b else w.view(b, n // b, -1).sum(1)
+        """g = sum_t d_t a_t' from patches copied out, (b, R, O, I) with the columns of a patch tap by tap.
+
+        The patches are the rows of U (b, R, S, I). With the channels of a pixel side by side, a row of a patch is one
+        run of memory, and `index_select` copies run by run: a fraction of the time of a strided copy. A few samples
+        are unfolded at a time, so that the product finds them in cache.
+        """
+        views, (H, W), (ph, pw) = len(a) // b, d.shape[2:], self.padding
+        if self.taps == 1 and self.R == 1 and not (ph or pw):  # the patches are the pixels
+            U = a[:, :, :: self.stride[0], :: self.stride[1]].permute(0, 2, 3, 1)
+            D = d.permute(0, 2, 3, 1)
+            return (D.reshape(b, -1, self.O).mT @ U.reshape(b, -1, self.C)).unsqueeze(1)
+        a = a.permute(0, 2, 3, 1)
+        a = F.pad(a, (0, 0, pw, pw, ph, ph)) if ph or pw else a.contiguous()
+        if views == 1:
+            D = d.reshape(b, self.R, self.O, H * W)
+        else:  # the views of a sample are further positions
+            D = d.view(b, views, self.R, self.O, H, W).permute(0, 2, 3, 1, 4, 5).reshape(b, self.R, self.O, -1)
+        step = min(b, max(1, UNFOLDED // (self.R * self.patch * views * H * W * a.element_size())))
+        runs, length = self._runs((step, views, *a.shape[1:3]), (H, W), a.device)
+        per_sample = len(runs) // step
+        g = d.new_empty(b, self.R, self.O, self.patch)
+        for lo in range(0, b, step):
+            part = a[lo * views : (lo + step) * views]
+            rows = part.as_strided(((part.numel() - length) // self.C + 1, length), (self.C, 1))  # overlapping
+            U = rows.index_select(0, runs[: len(part) // views * per_sample])
+            U = U.view(-1, views * H * W, self.patch)
+            torch.bmm(D[lo : lo + step].flatten(0, 1), U, out=g[lo : lo + step].flatten(0, 1))
+        return g
+
+    def _runs(self, image: tuple[int, ...], output: tuple[int, int], device: torch.device) -> tuple[Tensor, int]:
+        """Where the runs of memory of all patches start, in pixels' groups of C channels, and their length.
+
+        image     (samples, views, padded height, padded width); the channels are innermost
+        Order: sample, group, view, output row, output column, kernel row, and kernel column where a run is one tap.
+        """
+        key = (image, output, device)
+        if key not in self._starts:
+            (kh, kw), (sh, sw), (dh, dw), R = self.kernel, self.stride, self.dilation, self.R
+            whole = dw == 1 and R == 1  # the taps of a kernel row are neighbours in memory
+            taps = 1 if whole else kw
+            b, K, Hp, Wp = image
+
+            def axis(n: int, step: int, place: int) -> Tensor:
+                return (torch.arange(n, device=device) * step).view(-1, *[1] * (6 - place))
+
+            rows = axis(b, K * Hp * Wp, 0) + axis(K, Hp * Wp, 2) + axis(output[0], sh * Wp, 3)
+            rows = rows + axis(output[1], sw, 4) + axis(kh, dh * Wp, 5) + axis(taps, dw, 6)
+            self._starts = {key: ((rows * R + axis(R, 1, 1)).flatten(), self.C * (kw if whole else 1))}
+        return self._starts[key]
 
     def patches(self, a: Tensor, H: int, W: int) -> Tensor:
         """The patches that the H x W output positions see, as a view (n, R, C, kh, kw, H, W): nothing is copied."""

@@ -61,10 +61,24 @@ def weighted_energy(g: Tensor, w: Tensor) -> Tensor:
 
 
 class Dense:
-    """g itself, with its bias column held separately so that no layer has to be copied to append it."""
+    """g itself, with its bias column held separately so that no layer has to be copied to append it.
 
-    def __init__(self, w: Tensor, bias: Tensor | None = None):
-        self.w, self.bias = w, bias  # (b, R, O, I_w) and (b, R, O)
+    w      (b, R, O, I_w)
+    bias   (b, R, O), or None
+    taps   a convolution's kernel positions, where the columns of w run (tap, channel) and not, as everywhere else,
+           (channel, tap): norms do not depend on the order, and sums are put in order once for all samples
+    """
+
+    def __init__(self, w: Tensor, bias: Tensor | None = None, taps: int = 1):
+        self.w, self.bias, self.taps = w, bias, taps
+
+    def _in_order(self, t: Tensor) -> Tensor:
+        """(..., I_w) with columns (tap, channel) -> (channel, tap)."""
+        return t if self.taps == 1 else t.unflatten(-1, (self.taps, -1)).mT.flatten(-2)
+
+    def _as_held(self, t: Tensor) -> Tensor:
+        """The inverse of `_in_order`."""
+        return t if self.taps == 1 else t.unflatten(-1, (-1, self.taps)).mT.flatten(-2)
 
     def sq_norms(self) -> Tensor:
         n = torch.linalg.vector_norm(self.w, dim=-1).flatten(1).square().sum(1)  # in rows: see `weighted_energy`
@@ -74,12 +88,12 @@ class Dense:
         return self.w.new_zeros(len(self.w))
 
     def diagonal_sq_norms(self, w: Tensor) -> Tensor:
-        n = weighted_energy(self.w, w[..., : self.w.shape[-1]])
+        n = weighted_energy(self.w, self._as_held(w[..., : self.w.shape[-1]]))
         return n if self.bias is None else n + weighted_energy(self.bias, w[..., -1])
 
     def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
         I = self.w.shape[-1]
-        Q_Aw = Q_A[:, :I]
+        Q_Aw = self._as_held(Q_A[:, :I].mT).mT
         if Q_G.shape[-1] <= Q_A.shape[-1]:  # contract the side that leaves less to do for the other
             left = torch.einsum("brom,broi->brmi", Q_G.expand(len(self.w), -1, -1, -1), self.w)
             P = left @ Q_Aw
@@ -90,17 +104,18 @@ class Dense:
         return P
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        w = (c @ self.w.flatten(1)).view(self.w.shape[1:])
+        w = self._in_order((c @ self.w.flatten(1)).view(self.w.shape[1:]))
         return w if self.bias is None else torch.cat([w, (c @ self.bias.flatten(1)).view(*w.shape[:2], 1)], -1)
 
     def materialise(self) -> Tensor:
-        return self.w if self.bias is None else torch.cat([self.w, self.bias.unsqueeze(-1)], -1)
+        w = self._in_order(self.w)
+        return w if self.bias is None else torch.cat([w, self.bias.unsqueeze(-1)], -1)
 
     def select(self, keep: Tensor) -> Dense:
-        return Dense(self.w[keep], None if self.bias is None else self.bias[keep])
+        return Dense(self.w[keep], None if self.bias is None else self.bias[keep], self.taps)
 
     def double(self) -> Dense:
-        return Dense(self.w.double(), None if self.bias is None else self.bias.double())
+        return Dense(self.w.double(), None if self.bias is None else self.bias.double(), self.taps)
 
 
 class Factors:
