@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from dpngd.layers.base import Layer, register
 from dpngd.layers.forms import Dense, LayerGradient, pair_sq_norms, weighted_energy
 
-UNFOLDED = 2**23
-"""Bytes of patches that are copied out at once. Larger blocks come from the system anew each time, page by page."""
+UNFOLDED = 2**20
+"""Bytes of patches that are copied out at once: about what a core's second cache holds."""
 
 
 @register(nn.Conv2d)
@@ -120,18 +120,18 @@ class Conv2dLayer(Layer):
             U = a[:, :, :: self.stride[0], :: self.stride[1]].permute(0, 2, 3, 1)
             D = d.permute(0, 2, 3, 1)
             return (D.reshape(b, -1, self.O).mT @ U.reshape(b, -1, self.C)).unsqueeze(1)
-        a = a.permute(0, 2, 3, 1)
-        a = F.pad(a, (0, 0, pw, pw, ph, ph)) if ph or pw else a.contiguous()
         if views == 1:
             D = d.reshape(b, self.R, self.O, H * W)
         else:  # the views of a sample are further positions
             D = d.view(b, views, self.R, self.O, H, W).permute(0, 2, 3, 1, 4, 5).reshape(b, self.R, self.O, -1)
         step = min(b, max(1, UNFOLDED // (self.R * self.patch * views * H * W * a.element_size())))
-        runs, length = self._runs((step, views, *a.shape[1:3]), (H, W), a.device)
+        padded = (a.shape[2] + 2 * ph, a.shape[3] + 2 * pw)
+        runs, length = self._runs((step, views, *padded), (H, W), a.device)
         per_sample = len(runs) // step
         g = d.new_empty(b, self.R, self.O, self.patch)
         for lo in range(0, b, step):
-            part = a[lo * views : (lo + step) * views]
+            part = a[lo * views : (lo + step) * views].permute(0, 2, 3, 1)
+            part = F.pad(part, (0, 0, pw, pw, ph, ph)) if ph or pw else part.contiguous()
             rows = part.as_strided(((part.numel() - length) // self.C + 1, length), (self.C, 1))  # overlapping
             U = rows.index_select(0, runs[: len(part) // views * per_sample])
             U = U.view(-1, views * H * W, self.patch)
