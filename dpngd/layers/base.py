@@ -95,6 +95,10 @@ class Layer:
         S, U, D = D.shape[3], U.flatten(2), D.flatten(2)
         return (U @ U.mT if inputs else None), D @ D.mT / S
 
+    def input_rows(self, a: Tensor) -> Tensor | None:
+        """The inputs a_t of all images and positions as rows (n*S, I), where they are at hand; R must be 1."""
+        return None
+
     # What follows from that.
 
     @property

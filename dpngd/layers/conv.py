@@ -14,6 +14,7 @@ taken off by inclusion and exclusion (`patch_moment`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -82,7 +83,7 @@ class Conv2dLayer(Layer):
         b = len(d) // K
         bias = d.flatten(2).sum(2).view(b, K, self.R, self.O).sum(1) if self.bias else None
         if self.unfolds(K, d[0, 0].numel()):
-            return Dense(self._unfolded(a, d, b), bias, taps=self.taps)
+            return self._unfolded(a, d, b, bias)
         if K >= 8:
             w = torch.cat([self.weight_gradient(x, e, 1) for x, e in zip(a.split(K), d.split(K), strict=True)])
         else:
@@ -108,8 +109,8 @@ class Conv2dLayer(Layer):
         )[1]
         return w.reshape(groups, self.O, self.patch)
 
-    def _unfolded(self, a: Tensor, d: Tensor, b: int) -> Tensor:
-        """g = sum_t d_t a_t' from patches copied out, (b, R, O, I) with the columns of a patch tap by tap.
+    def _unfolded(self, a: Tensor, d: Tensor, b: int, bias: Tensor | None) -> Dense:
+        """g = sum_t d_t a_t' from patches copied out, the columns of a patch tap by tap.
 
         The patches are the rows of U (b, R, S, I). With the channels of a pixel side by side, a row of a patch is one
         run of memory, and `index_select` copies run by run: a fraction of the time of a strided copy. A few samples
@@ -119,24 +120,32 @@ class Conv2dLayer(Layer):
         if self.taps == 1 and self.R == 1 and not (ph or pw):  # the patches are the pixels
             U = a[:, :, :: self.stride[0], :: self.stride[1]].permute(0, 2, 3, 1)
             D = d.permute(0, 2, 3, 1)
-            return (D.reshape(b, -1, self.O).mT @ U.reshape(b, -1, self.C)).unsqueeze(1)
+            return Dense((D.reshape(b, -1, self.O).mT @ U.reshape(b, -1, self.C)).unsqueeze(1), bias)
         if views == 1:
             D = d.reshape(b, self.R, self.O, H * W)
         else:  # the views of a sample are further positions
             D = d.view(b, views, self.R, self.O, H, W).permute(0, 2, 3, 1, 4, 5).reshape(b, self.R, self.O, -1)
+        g, kept, lo = d.new_empty(b, self.R, self.O, self.patch), [], 0
+        for U in self._patch_rows(a, b, H, W):
+            hi = lo + len(U) // self.R
+            torch.bmm(D[lo:hi].flatten(0, 1), U, out=g[lo:hi].flatten(0, 1))
+            if 4 * views * H * W <= self.O:
+                kept.append(U.view(-1, self.R, *U.shape[1:]))
+            lo = hi
+        return Dense(g, bias, self.taps, (D, torch.cat(kept)) if kept else None)
+
+    def _patch_rows(self, a: Tensor, b: int, H: int, W: int) -> Iterator[Tensor]:
+        """The patches of b samples as rows, a few samples at a time: (samples * R, S, I), columns tap by tap."""
+        views, (ph, pw) = len(a) // b, self.padding
         step = min(b, max(1, UNFOLDED // (self.R * self.patch * views * H * W * a.element_size())))
         padded = (a.shape[2] + 2 * ph, a.shape[3] + 2 * pw)
         runs, length = self._runs((step, views, *padded), (H, W), a.device)
-        per_sample = len(runs) // step
-        g = d.new_empty(b, self.R, self.O, self.patch)
         for lo in range(0, b, step):
             part = a[lo * views : (lo + step) * views].permute(0, 2, 3, 1)
             part = F.pad(part, (0, 0, pw, pw, ph, ph)) if ph or pw else part.contiguous()
             rows = part.as_strided(((part.numel() - length) // self.C + 1, length), (self.C, 1))  # overlapping
-            U = rows.index_select(0, runs[: len(part) // views * per_sample])
-            U = U.view(-1, views * H * W, self.patch)
-            torch.bmm(D[lo : lo + step].flatten(0, 1), U, out=g[lo : lo + step].flatten(0, 1))
-        return g
+            U = rows.index_select(0, runs[: len(part) // views * (len(runs) // step)])
+            yield U.view(-1, views * H * W, self.patch)
 
     def _runs(self, image: tuple[int, ...], output: tuple[int, int], device: torch.device) -> tuple[Tensor, int]:
         """Where the runs of memory of all patches start, in pixels' groups of C channels, and their length.
@@ -173,6 +182,15 @@ class Conv2dLayer(Layer):
         same_size = keeps_size(self.kernel, self.stride, self.padding, self.dilation, self.R)
         if same_size and self.pad is None and min(H, W) >= 16:  # below that, unfolding costs no more
             A, ones = (t.unsqueeze(0) for t in patch_moment(a, self.kernel[0]))
+        elif self.R == 1:
+            A, ones = a.new_zeros(self.patch, self.patch), a.new_zeros(self.patch)
+            for U in self._patch_rows(self.padded(a), len(a), H, W):
+                U = U.flatten(0, 1)
+                A.addmm_(U.mT, U)
+                if self.bias:
+                    ones += U.sum(0)
+            ones = ones.view(self.taps, self.C).mT.reshape(1, -1)
+            A = A.view(self.taps, self.C, self.taps, self.C).permute(1, 0, 3, 2).reshape(1, self.patch, self.patch)
         else:
             U = self.patches(self.padded(a), H, W).permute(1, 2, 3, 4, 0, 5, 6).reshape(self.R, self.patch, -1)
             A, ones = U @ U.mT, U.sum(2)
@@ -220,6 +238,12 @@ class ConvFactors:
         aQ = self._positions(F.conv2d(self.a, kernels, last, layer.stride, layer.padding, layer.dilation))
         dQ = self._positions(torch.einsum("nohw,om->nmhw", self.d, Q_G[0]))
         return (dQ @ aQ.mT).unsqueeze(1)
+
+    def projected_energy(self, Q_G: Tensor, Q_A: Tensor, w: Tensor) -> Tensor:
+        return weighted_energy(self.project(Q_G, Q_A), w)
+
+    def projected_terms(self) -> Tensor:
+        return self.terms()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         d = self.d * c.repeat_interleave(self.K)[:, None, None, None]

@@ -19,6 +19,7 @@ norms, projections, weighted sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Protocol
 
@@ -41,6 +42,12 @@ class LayerGradient(Protocol):
     def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
         """Q_G' g_i Q_A, shape (b, R, m, k)."""
 
+    def projected_energy(self, Q_G: Tensor, Q_A: Tensor, w: Tensor) -> Tensor:
+        """sum(w * (Q_G' g_i Q_A)^2) for weights w (R, m, k), shape (b,)."""
+
+    def projected_terms(self) -> Tensor:
+        """As `terms`, of what a projection is added up from: where g_i is far below it, its projection is rounding."""
+
     def weighted_sum(self, c: Tensor) -> Tensor:
         """sum_i c_i g_i for c (b,), shape (R, O, I)."""
 
@@ -60,6 +67,11 @@ def weighted_energy(g: Tensor, w: Tensor) -> Tensor:
     return g @ w if len(w) <= 2**14 else g.mul_(w).sum(1)
 
 
+def times(t: Tensor, Q: Tensor) -> Tensor:
+    """t (b, R, n, I) times Q (R, I, k): with R = 1 one large product, which takes less time than b small ones."""
+    return (t.flatten(0, 2) @ Q[0]).view(*t.shape[:3], Q.shape[2]) if len(Q) == 1 else t @ Q
+
+
 class Dense:
     """g itself, with its bias column held separately so that no layer has to be copied to append it.
 
@@ -67,10 +79,12 @@ class Dense:
     bias   (b, R, O), or None
     taps   a convolution's kernel positions, where the columns of w run (tap, channel) and not, as everywhere else,
            (channel, tap): norms do not depend on the order, and sums are put in order once for all samples
+    parts  D (b, R, O, S) and U (b, R, S, I_w) with w = D U, where S is so small that projecting them costs less
     """
 
-    def __init__(self, w: Tensor, bias: Tensor | None = None, taps: int = 1):
-        self.w, self.bias, self.taps = w, bias, taps
+    def __init__(self, w: Tensor, bias: Tensor | None = None, taps: int = 1,
+                 parts: tuple[Tensor, Tensor] | None = None):
+        self.w, self.bias, self.taps, self.parts = w, bias, taps, parts
 
     def _in_order(self, t: Tensor) -> Tensor:
         """(..., I_w) with columns (tap, channel) -> (channel, tap)."""
@@ -94,14 +108,27 @@ class Dense:
     def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
         I = self.w.shape[-1]
         Q_Aw = self._as_held(Q_A[:, :I].mT).mT
-        if Q_G.shape[-1] <= Q_A.shape[-1]:  # contract the side that leaves less to do for the other
+        (O, m), k = Q_G.shape[1:], Q_A.shape[-1]
+        if self.parts is not None:
+            D, U = self.parts
+            P = (Q_G.mT @ D) @ times(U, Q_Aw)
+        elif m * I * (O + k) < O * k * (I + m):  # the side first that leaves less to do for the other
             left = torch.einsum("brom,broi->brmi", Q_G.expand(len(self.w), -1, -1, -1), self.w)
-            P = left @ Q_Aw
+            P = times(left, Q_Aw)
         else:
-            P = Q_G.mT @ (self.w @ Q_Aw)
+            P = Q_G.mT @ times(self.w, Q_Aw)
         if self.bias is not None:
             P = P + (self.bias.unsqueeze(-2) @ Q_G).mT * Q_A[:, I:]
         return P
+
+    def projected_energy(self, Q_G: Tensor, Q_A: Tensor, w: Tensor) -> Tensor:
+        return weighted_energy(self.project(Q_G, Q_A), w)
+
+    def projected_terms(self) -> Tensor:
+        if self.parts is None:
+            return self.terms()
+        d, u = (torch.linalg.vector_norm(t, dim=dim) for t, dim in zip(self.parts, (-2, -1), strict=True))
+        return (d * u).flatten(1).square().sum(1)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         w = self._in_order((c @ self.w.flatten(1)).view(self.w.shape[1:]))
@@ -112,10 +139,14 @@ class Dense:
         return w if self.bias is None else torch.cat([w, self.bias.unsqueeze(-1)], -1)
 
     def select(self, keep: Tensor) -> Dense:
-        return Dense(self.w[keep], None if self.bias is None else self.bias[keep], self.taps)
+        return self._each(lambda t: t[keep])
 
     def double(self) -> Dense:
-        return Dense(self.w.double(), None if self.bias is None else self.bias.double(), self.taps)
+        return self._each(Tensor.double)
+
+    def _each(self, f: Callable[[Tensor], Tensor]) -> Dense:
+        """The same with f of every tensor that is held; w stays the gradient, so its parts are left out."""
+        return Dense(f(self.w), None if self.bias is None else f(self.bias), self.taps)
 
 
 class Factors:
@@ -142,6 +173,18 @@ class Factors:
 
     def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
         return ((self.d @ Q_G[0]).mT @ (self.a @ Q_A[0])).unsqueeze(1)
+
+    def projected_energy(self, Q_G: Tensor, Q_A: Tensor, w: Tensor) -> Tensor:
+        if self.a.shape[1] > 1:
+            return weighted_energy(self.project(Q_G, Q_A), w)
+        # With one position P is of rank one. Its squares are those of its factors, scaled so that they stay in range.
+        d, a = (self.d[:, 0] @ Q_G[0]), (self.a[:, 0] @ Q_A[0])
+        scale = self.d[:, 0].abs().amax(1, keepdim=True).clamp(min=torch.finfo(d.dtype).tiny)
+        part = ((d / scale).square() @ w[0].to(d.dtype)).unsqueeze(1) @ (a * scale).square().unsqueeze(2)
+        return part[:, 0, 0]
+
+    def projected_terms(self) -> Tensor:
+        return self.terms()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         return ((self.d * c[:, None, None]).flatten(0, 1).mT @ self.a.flatten(0, 1)).unsqueeze(0)

@@ -8,9 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dpngd.curvature import KFAC
+from dpngd.geometry import Kronecker
 from dpngd.gradients import PerSample
 from dpngd.layers.conv import Conv2dLayer, ConvFactors
 from dpngd.layers.forms import Dense, Factors
+from dpngd.layers.norm import GroupNormLayer
+from dpngd.mechanism import GaussianMechanism
 from dpngd.noise import stream
 from dpngd.training import models
 
@@ -127,9 +131,9 @@ def test_every_strategy_of_a_convolution(arguments, size, K, strategy, dtype, mo
     calls = []
 
     def spy(name, plain):
-        def spied(self, a, d, b):
+        def spied(self, a, d, b, *more):
             calls.append((name, b))
-            return plain(self, a, d, b)
+            return plain(self, a, d, b, *more)
 
         monkeypatch.setattr(Conv2dLayer, name, spied)
 
@@ -187,3 +191,19 @@ def test_the_networks_of_the_paper(name):
     assert reference.relative(ours.materialise(), whole) < 1e-9
     assert reference.relative(ours.sq_norms()[:, None], whole.square().sum(1)[:, None]) < 1e-9
     torch.testing.assert_close(ours.losses, losses)
+
+
+def test_no_gradient_is_computed_twice(monkeypatch):
+    """A guard against slowness: one `gradient` per layer and micro-batch, whatever a geometry asks of it, and no group
+    norm whose statistics are computed again."""
+    calls, gradient = [], Conv2dLayer.per_sample
+    monkeypatch.setattr(Conv2dLayer, "per_sample", lambda self, *a: calls.append(self.name) or gradient(self, *a))
+    monkeypatch.setattr(GroupNormLayer, "_moments", lambda *_: pytest.fail("statistics computed again"))
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 64, 3, 2), nn.Flatten(),
+                                         nn.Linear(64 * 4, CLASSES)))
+    x, y = sample((3, 7, 7), 4, 1, torch.float32)
+    geometry = Kronecker()
+    geometry.set(KFAC(model, x, labels="exact")(), 1e-3)
+    per_sample = PerSample(model, check=False)
+    GaussianMechanism((1.0,), 0.0, 4.0).clipped_sums([per_sample(x, y)], geometry, per_sample.zeros())
+    assert calls == ["2", "0"]
