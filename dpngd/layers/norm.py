@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpngd.layers.base import RowLayer, register
-from dpngd.layers.forms import Dense
 
 
 class NormLayer(RowLayer):
