@@ -230,8 +230,8 @@ def check_precision(layers: list[Layer]) -> None:
 
 
 MICRO_BATCH = 128
-"""Views worked on at once. Each pass costs 2 to 3 ms whatever its size, and memory grows with it: on one thread, 64 takes
-10 to 20 % longer per sample than 128, and 256 gains 6 % on the small network (the benchmark's --micro-batch)."""
+"""Views worked on at once. Each pass costs 2 to 3 ms whatever its size, and memory grows with it: on one thread, 64
+takes 10 to 20 % longer per sample than 128, and 256 gains 6 % on the small network (the benchmark's --micro-batch)."""
 
 
 def micro_batch_size(K: int, views: int = MICRO_BATCH, *, samples: int | None = None, threads: int = 1) -> int:

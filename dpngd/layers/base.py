@@ -140,7 +140,8 @@ class Layer:
 class RowLayer(Layer):
     """A layer whose gradient g is a single row (1, 1, I): its parameters side by side.
 
-    Its Fisher block E[g g'] needs no factors: A = E[g g'] and G = 1 are exact. A subclass sets `shape` and gives `rows`.
+    Its Fisher block E[g g'] needs no factors: A = E[g g'] and G = 1 are exact. A subclass sets `shape` and gives
+    `rows`.
 
     A kind that gets g as a by-product of the gradient of its input gives `backward_of` as well. Then `gradient`,
     `columns` and `moments` are called with None for a and the rows (n, I) for d.

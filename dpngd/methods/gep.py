@@ -130,7 +130,8 @@ def shares(d: int, n: int, directions: int) -> list[tuple[int, int, int]]:
 def basis_bytes(d: int, n: int, directions: int) -> int:
     """What `principal_basis` holds at its peak: the public gradients, the basis, a group's Gram matrix and its QR."""
     groups = shares(d, n, directions)
-    return 4 * n * d + 20 * n**2 + sum(4 * (hi - lo) * k for lo, hi, k in groups) + max(24 * (hi - lo) * k for lo, hi, k in groups)
+    sizes = [(hi - lo) * k for lo, hi, k in groups]
+    return 4 * n * d + 20 * n**2 + 4 * sum(sizes) + 24 * max(sizes)
 
 
 def check_memory(d: int, n: int, directions: int) -> None:
