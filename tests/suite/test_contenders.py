@@ -93,10 +93,10 @@ def test_peak_memory_of_gep_is_measured_in_a_process_of_its_own(capsys):
 
 def test_opacus_loops_scaling_and_what_is_done_once(monkeypatch, capsys):
     """All options at once, with sweeps of two values each: every number is there, in the JSON and in the table."""
-    sweeps = {"batch": (2, 4), "width": (1, 2), "public": (3, 6), "K": (1, 2), "t_cur": (1, 2)}
+    sweeps = {"batch": (2, 4), "width": (1, 2), "public": (50, 60), "K": (1, 2), "t_cur": (1, 2)}
     monkeypatch.setattr(bench, "SWEEPS", sweeps)
-    arguments = ["--quick", "--opacus", "--scaling", "--batch", "6", "--repeats", "1", "--public", "20", "--threads", "1",
-                 "--quiet"]
+    arguments = ["--quick", "--opacus", "--scaling", "--batch", "6", "--repeats", "1", "--public", "60",
+                 "--threads", "1", "--quiet"]
     reports = []
     table = bench.bench_text
     monkeypatch.setattr(bench, "bench_text", lambda report: reports.append(report) or table(report))
