@@ -72,7 +72,8 @@ class LayerCurvature:
 
     def spectrum(self) -> Tensor:
         """All eigenvalues lambda_G lambda_A of F_l, shape (R, O, I)."""
-        return self.lambda_G.unsqueeze(-1) * self.lambda_A.unsqueeze(-2)
+        lambda_A = F.pad(self.lambda_A, (0, self.Q_A.shape[1] - self.lambda_A.shape[1]))  # those left out are zero
+        return self.lambda_G.unsqueeze(-1) * lambda_A.unsqueeze(-2)
 
 
 def _eigh(M: Tensor) -> tuple[Tensor, Tensor]:

@@ -328,6 +328,7 @@ def test_curvature_in_the_span_of_few_images(repeated):
     for F_l, S_l, rank in zip(full, span, (6, 6), strict=True):
         assert S_l.Q_A.shape[1:] == (F_l.Q_A.shape[1], rank)
         torch.testing.assert_close(S_l.lambda_A, F_l.lambda_A[:, :rank], rtol=1e-9, atol=0)
+        torch.testing.assert_close(S_l.spectrum(), F_l.spectrum(), rtol=1e-9, atol=1e-12)
         u = torch.randn(2, *F_l.spectrum().shape, generator=stream(0, "u"), dtype=torch.float64)
         for floor in (1e-1, 1e-3, 1e-6):
             exact, ours = (ClampedLayer.of(c, floor, "product", torch.float64) for c in (F_l, S_l))
