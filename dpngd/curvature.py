@@ -33,14 +33,17 @@ from dpngd.layers import Layer, trainable_layers
 
 LABELS = ("sampled", "exact", "random", "given")
 
-IMAGES_AT_ONCE = 50
+IMAGES_AT_ONCE = 125
 """Public images per pass. Not `gradients.MICRO_BATCH`: A and G are sums over passes, so another number would change the
 rounding of every recorded result."""
 
 
 @dataclass(frozen=True)
 class LayerCurvature:
-    """Eigendecomposition of one layer's F_l, largest eigenvalues first, in float64."""
+    """Eigendecomposition of one layer's F_l, largest eigenvalues first, in float64.
+
+    With `KFAC(span=True)`, eigenvectors of A whose eigenvalue is zero may be left out: lambda_A (R, r), Q_A (R, I, r).
+    """
 
     lambda_A: Tensor
     Q_A: Tensor
@@ -51,13 +54,26 @@ class LayerCurvature:
     def of(cls, A: Tensor, G: Tensor) -> LayerCurvature:
         return cls(*_eigh(A), *_eigh(G))
 
+    @classmethod
+    def of_rows(cls, X: Tensor, G: Tensor, n: int) -> LayerCurvature:
+        """For A = X'X / n with fewer rows than columns, X (r, I): the eigenvectors that the rows span.
+
+        X X' = V S V' has the nonzero eigenvalues of X'X, whose eigenvectors are the columns of X'V, normalised. A QR
+        makes those orthonormal to rounding also where eigenvalues are small.
+        """
+        X = X.double()
+        values, V = _eigh(X @ X.mT / n)
+        keep = int((values > len(X) * torch.finfo(values.dtype).eps * values[0]).sum())
+        return cls(values[None, :keep], torch.linalg.qr(X.mT @ V[:, :keep]).Q[None], *_eigh(G))
+
     def scaled(self, factor: float) -> LayerCurvature:
         """factor * F_l."""
         return LayerCurvature(self.lambda_A, self.Q_A, self.lambda_G * factor, self.Q_G)
 
     def spectrum(self) -> Tensor:
         """All eigenvalues lambda_G lambda_A of F_l, shape (R, O, I)."""
-        return self.lambda_G.unsqueeze(-1) * self.lambda_A.unsqueeze(-2)
+        lambda_A = F.pad(self.lambda_A, (0, self.Q_A.shape[1] - self.lambda_A.shape[1]))  # those left out are zero
+        return self.lambda_G.unsqueeze(-1) * lambda_A.unsqueeze(-2)
 
 
 def _eigh(M: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +94,8 @@ class KFAC:
     """Curvature of `model` on public images; call it at theta_t to get every layer's F_l."""
 
     def __init__(self, model: nn.Module, x: Tensor, *, labels: str = "sampled", y: Tensor | None = None,
-                 generator: torch.Generator | None = None, micro_batch: int = IMAGES_AT_ONCE):
+                 generator: torch.Generator | None = None, micro_batch: int = IMAGES_AT_ONCE, span: bool = False):
+        """`span`: leave out eigenvectors of zero eigenvalues where that saves work (see `LayerCurvature`)."""
         if labels not in LABELS:
             raise unknown("Fisher labels", labels, LABELS)
         if len(x) == 0:
@@ -90,15 +107,18 @@ class KFAC:
         if labels in ("sampled", "random") and generator is None:
             raise UsageError(f"labels={labels!r} draws labels: pass a generator")
         self.model, self.x, self.y, self.labels = model, x, y, labels
-        self.generator, self.micro_batch = generator, micro_batch
+        self.generator, self.micro_batch, self.span = generator, micro_batch, span
         self.layers = trainable_layers(model)
 
     def __call__(self) -> list[LayerCurvature]:
-        return [LayerCurvature.of(A, G) for A, G in self.factors()]
+        return [m.decompose(len(self.x)) for m in self._moments(self.span)]
 
     def factors(self) -> list[tuple[Tensor, Tensor]]:
         """(A, G) of every layer, the mean over the public images."""
-        sums = [Moments(layer) for layer in self.layers]
+        return [m.mean(len(self.x)) for m in self._moments(span=False)]
+
+    def _moments(self, span: bool) -> list[Moments]:
+        sums = [Moments(layer, len(self.x) if span else None) for layer in self.layers]
         by_layer = {id(layer): m for layer, m in zip(self.layers, sums, strict=True)}
         for lo in range(0, len(self.x), self.micro_batch):
             x = self.x[lo : lo + self.micro_batch]
@@ -113,7 +133,7 @@ class KFAC:
                 for i, direction in enumerate(directions):
                     first = i == 0
                     tape.backward(logits, direction, retain=i + 1 < len(directions))
-        return [m.mean(len(self.x)) for m in sums]
+        return sums
 
     def _output_gradients(self, logits: Tensor, lo: int) -> list[Tensor]:
         """Gradients of -log p(y|x) with respect to the logits: p - e_y, times sqrt(p_y) when summed over all y."""
@@ -141,20 +161,34 @@ class KFAC:
 
 
 class Moments:
-    """Running sums of a layer's moments, and K-FAC's factors from them."""
+    """Running sums of a layer's moments, and K-FAC's factors from them.
 
-    def __init__(self, layer: Layer):
-        self.layer = layer
+    images   their number, where the inputs themselves may be kept if they are fewer than the columns of A
+    """
+
+    def __init__(self, layer: Layer, images: int | None = None):
+        self.layer, self.images = layer, images
         self.A: Tensor | None = None
         self.G: Tensor | None = None
+        self.rows: list[Tensor] = []
 
     def add(self, a: Tensor, d: Tensor, inputs: bool) -> None:
+        rows = self.layer.input_rows(a) if self.images else None
+        if rows is not None and len(rows) * self.images < len(a) * self.layer.shape[2]:
+            self.rows += [rows] if inputs else []
+            inputs = False
         A, G = self.layer.moments(a, d, inputs)
         self.A, self.G = _plus(self.A, A), _plus(self.G, G)
 
     def mean(self, n: int) -> tuple[Tensor, Tensor]:
         """(A, G) of n images; zero for a layer that the output does not depend on."""
         return self.layer.kfac(self.A, self.G, n)
+
+    def decompose(self, n: int) -> LayerCurvature:
+        """F_l of n images."""
+        if self.rows:
+            return LayerCurvature.of_rows(torch.cat(self.rows), self.G / n, n)
+        return LayerCurvature.of(*self.mean(n))
 
 
 def _plus(total: Tensor | None, term: Tensor | None) -> Tensor | None:

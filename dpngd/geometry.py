@@ -76,7 +76,7 @@ class ClampedLayer:
             m = int((lG * lA[:, :1] > floor).sum(1).max())
             Lam = (lG[:, :m].unsqueeze(2) * lA[:, :k].unsqueeze(1)).clamp(min=floor)
         Q_G, Q_A = F.Q_G[..., :m], F.Q_A[..., :k]
-        whole = k == lA.shape[1] and m == lG.shape[1]
+        whole = k == Q_A.shape[1] and m == Q_G.shape[1]
         return cls(floor, Lam, Q_G, Q_A, whole, (Q_G.to(dtype).contiguous(), Q_A.to(dtype).contiguous()))
 
     def apply(self, u: Tensor, power: float) -> Tensor:
@@ -94,13 +94,13 @@ class ClampedLayer:
         if self.whole:
             P = g.project(*self.Q32)
             # Nothing is subtracted, but P's rounding is weighted too: it costs the root of what a subtraction costs.
-            top = weighted_energy(P, scale.max().expand_as(scale)).maximum(scale.max() * g.terms())
+            top = weighted_energy(P, scale.max().expand_as(scale)).maximum(scale.max() * g.projected_terms())
             return weighted_energy(P, scale), SUMMED_ABOVE / EXACT_BELOW * top.to(P.dtype)
         n = g.sq_norms()
-        energy = base * n.maximum(SUMMED_ABOVE / EXACT_BELOW * g.terms())
         if not self.Lam.numel():
-            return base * n, energy
-        return base * n + weighted_energy(g.project(*self.Q32), scale - base), energy
+            return base * n, base * n.maximum(SUMMED_ABOVE / EXACT_BELOW * g.terms())
+        energy = base * n.maximum(SUMMED_ABOVE / EXACT_BELOW * g.projected_terms())
+        return base * n + g.projected_energy(*self.Q32, scale - base), energy
 
     def exact_sq_norms(self, g: LayerGradient, power: float) -> Tensor:
         """The same without subtracting: in float64 on the dense gradient."""
@@ -125,7 +125,7 @@ class Kronecker:
 
     def clamped_share(self) -> float:
         """Share of all eigenvalues that lie at the floor."""
-        total = sum(F.lambda_A.shape[1] * F.lambda_G.numel() for F in self.curvature)
+        total = sum(F.Q_A.shape[1] * F.lambda_G.numel() for F in self.curvature)
         above = sum(int((layer.Lam > layer.floor).sum()) for layer in self.layers)
         return 1 - above / total
 

@@ -10,8 +10,10 @@ that slips through the first test fails the second.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpngd.errors import UsageError
-from dpngd.layers import Dense, Layer, LayerGradient, trainable_layers
+from dpngd.layers import Dense, Layer, LayerGradient, RowLayer, trainable_layers
 
 Blocks = list[Tensor]
 """One (R, O, I) matrix stack per layer: how sums, noise and updates are held. Symbols as in `layers.forms`."""
@@ -227,9 +229,9 @@ def check_precision(layers: list[Layer]) -> None:
                                  "exact to 3 % at best: use float32 (model.float())")
 
 
-MICRO_BATCH = 64
-"""Views worked on at once. Enough to keep two cores busy, few enough that what a layer leaves is still in cache when
-the next one reads it: 64 was the fastest of 8 to 256 on the networks here (the benchmark's --micro-batch)."""
+MICRO_BATCH = 128
+"""Views worked on at once. Each pass costs 2 to 3 ms whatever its size, and memory grows with it: on one thread, 64
+takes 10 to 20 % longer per sample than 128, and 256 gains 6 % on the small network (the benchmark's --micro-batch)."""
 
 
 def micro_batch_size(K: int, views: int = MICRO_BATCH, *, samples: int | None = None, threads: int = 1) -> int:
@@ -294,18 +296,50 @@ class Tape:
                                  "give each call a layer of its own")
             a = self._inputs[i] = args[0].detach()
             version = a._version
-            if not z.requires_grad:  # nothing before it asks for gradients: backward passes start to end here
-                self._leaves.append(z.requires_grad_())
-                z = z.clone()  # the model may change its copy in place; a leaf it may not
-
-            def arrived(d: Tensor) -> None:
+            def arrived(d: Tensor, rows: bool = False) -> None:
                 if a._version != version:
                     raise UsageError(f"the input of layer {layer.name!r} was changed in place after use: use the "
                                      "out-of-place operation before it (e.g. ReLU(inplace=False))")
                 with torch.no_grad():
-                    self.results[i] = self.build(layer, a, d.detach())
+                    self.results[i] = self.build(layer, None if rows else a, d.detach())
 
+            if not z.requires_grad:  # nothing before it asks for gradients: backward passes end here
+                self._leaves.append(z.new_zeros((), requires_grad=True))
+                own = z.data if z.data_ptr() != a.data_ptr() else z.clone()
+                return Fused.apply(self._leaves[-1], Fuse(own, lambda d: (None, d), arrived))
+            backward = layer.backward_of(a, z) if isinstance(layer, RowLayer) else None
+            if backward is not None:
+                return Fused.apply(args[0], Fuse(z.data, backward, functools.partial(arrived, rows=True)))
             z.register_hook(arrived)
             return z
 
         return hook
+
+
+@dataclass
+class Fuse:
+    """A layer's output z, its backward pass, d -> (gradient of its input, what `arrived` is told)."""
+
+    z: Tensor | None
+    backward: Callable[[Tensor], tuple[Tensor | None, Tensor]]
+    arrived: Callable[[Tensor], None]
+
+
+class Fused(torch.autograd.Function):
+    """Takes the place in autograd's graph of a layer whose backward pass is not autograd's own.
+
+    Either the layer is the first, and nothing lies before it; or one pass gives the gradient of its input together
+    with the samples' gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fuse: Fuse) -> Tensor:
+        z, fuse.z = fuse.z, None  # z will refer to ctx: a reference back would keep both alive
+        ctx.fuse = fuse
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, None]:
+        dx, told = ctx.fuse.backward(d)
+        ctx.fuse.arrived(told)
+        return dx, None

@@ -13,7 +13,7 @@ package needs to know of the kind; nothing elsewhere asks what kind a layer is. 
             return U, D
 
 `columns` is enough: gradients and curvature follow from it. A kind that knows a faster way overrides `gradient` and
-`moments` as well. Where the gradient is a single row (scales, shifts), derive from `RowLayer` and give `gradient`.
+`moments` as well. Where the gradient is a single row (scales, shifts), derive from `RowLayer` and give `rows`.
 
     symbol  shape            meaning
     n                        rows of the batch: images, or views of images
@@ -95,6 +95,10 @@ class Layer:
         S, U, D = D.shape[3], U.flatten(2), D.flatten(2)
         return (U @ U.mT if inputs else None), D @ D.mT / S
 
+    def input_rows(self, a: Tensor) -> Tensor | None:
+        """The inputs a_t of all images and positions as rows (n*S, I), where they are at hand; R must be 1."""
+        return None
+
     # What follows from that.
 
     @property
@@ -137,11 +141,23 @@ class RowLayer(Layer):
     """A layer whose gradient g is a single row (1, 1, I): its parameters side by side.
 
     Its Fisher block E[g g'] needs no factors: A = E[g g'] and G = 1 are exact. A subclass sets `shape` and gives
-    `gradient`.
+    `rows`.
+
+    A kind that gets g as a by-product of the gradient of its input gives `backward_of` as well. Then `gradient`,
+    `columns` and `moments` are called with None for a and the rows (n, I) for d.
     """
 
-    def gradient(self, a: Tensor, d: Tensor, K: int) -> LayerGradient:
-        raise NotImplementedError(f"{type(self).__name__} must define `gradient`")
+    def rows(self, a: Tensor, d: Tensor) -> Tensor:
+        """g of every row of the batch: (n, I)."""
+        raise NotImplementedError(f"{type(self).__name__} must define `rows`")
+
+    def backward_of(self, a: Tensor, z: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """For the input a and the output z: the function from d to (gradient of a, rows). None: there is none."""
+        return None
+
+    def gradient(self, a: Tensor | None, d: Tensor, K: int) -> Dense:
+        rows = d if a is None else self.rows(a, d)
+        return Dense((rows if K == 1 else rows.unflatten(0, (-1, K)).sum(1)).view(-1, *self.shape))
 
     def columns(self, a: Tensor, d: Tensor) -> tuple[None, Tensor]:
         return None, self.gradient(a, d, 1).materialise().mT

@@ -14,6 +14,7 @@ taken off by inclusion and exclusion (`patch_moment`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -23,14 +24,17 @@ from torch import Tensor, nn
 from dpngd.layers.base import Layer, register
 from dpngd.layers.forms import Dense, LayerGradient, pair_sq_norms, weighted_energy
 
+UNFOLDED = 2**20
+"""Bytes of patches that are copied out at once: about what a core's second cache holds."""
+
 
 @register(nn.Conv2d)
 class Conv2dLayer(Layer):
     """z_t = W a_t + bias, a_t the patch of the input that output position t sees; R groups of channels.
 
-    Which way to the per-sample gradients is fastest depends on the shapes (as measured on CPU cores):
+    Which way to the per-sample gradients is fastest depends on the shapes (measured on CPU cores; see `unfolds`):
     - wide, with few positions: none at all, a and d are kept (`ConvFactors`);
-    - few input channels, or 1x1: unfold, then one matrix product per view;
+    - few input channels, 1x1, or few positions: unfold, then one matrix product per sample;
     - K >= 8 views: an ordinary weight gradient for each sample, whose batch is the sample's views;
     - else: the weight gradient of one convolution with a group for every sample.
     The choice is by shape and not by timing, so that a run repeats bit for bit.
@@ -41,12 +45,14 @@ class Conv2dLayer(Layer):
         self.kernel, self.stride, self.dilation = module.kernel_size, module.stride, module.dilation
         self.R = module.groups
         self.O, self.C = module.out_channels // self.R, module.in_channels // self.R
-        self.patch = self.C * self.kernel[0] * self.kernel[1]  # I without the bias
+        self.taps = self.kernel[0] * self.kernel[1]
+        self.patch = self.C * self.taps  # I without the bias
         self.shape = (self.R, self.O, self.patch + self.bias)
         plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
         self.padding = module.padding if plain else (0, 0)
         # 'same' may be lopsided and other modes are not zeros: pad the input itself, once, for both.
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        self._starts: dict[tuple, tuple[Tensor, int]] = {}  # of the last shapes seen: see `_runs`
         self.pad = None if plain else (module._reversed_padding_repeated_twice, mode)
 
     def columns(self, a: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,17 +81,24 @@ class Conv2dLayer(Layer):
     def per_sample(self, a: Tensor, d: Tensor, K: int) -> Dense:
         """g from the (padded) input a (b*K, R*C, H, W) and d (b*K, R*O, H', W')."""
         b = len(d) // K
-        if self.kernel == (1, 1) or self.C <= 4 or (K == 1 and self.O >= 64 and d[0, 0].numel() <= 256):
-            w = self._unfolded(a, d, b)
-        elif K >= 8:
+        bias = d.flatten(2).sum(2).view(b, K, self.R, self.O).sum(1) if self.bias else None
+        if self.unfolds(K, d[0, 0].numel()):
+            return self._unfolded(a, d, b, bias)
+        if K >= 8:
             w = torch.cat([self.weight_gradient(x, e, 1) for x, e in zip(a.split(K), d.split(K), strict=True)])
         else:
             a = a.unflatten(0, (b, K)).transpose(0, 1).flatten(1, 2)
             w = self.weight_gradient(a, d.unflatten(0, (b, K)).transpose(0, 1).flatten(1, 2), b)
-        w = w.view(b, self.R, self.O, self.patch)
-        if not self.bias:
-            return Dense(w)
-        return Dense(w, d.flatten(2).sum(2).view(b, K, self.R, self.O).sum(1))
+        return Dense(w.view(b, self.R, self.O, self.patch), bias)
+
+    def unfolds(self, K: int, S: int) -> bool:
+        """Whether the patches are copied out, K views of S positions each.
+
+        A convolution with a group per sample starts slowly on few positions or many channels; unfolding writes k*k
+        copies of the input, which is little for 1x1 kernels, few channels or few positions.
+        """
+        few = S <= 64 or (self.O >= 64 and S <= 256)
+        return self.taps == 1 or self.C <= 4 or (K < 8 and few)
 
     def weight_gradient(self, a: Tensor, d: Tensor, b: int) -> Tensor:
         """Weight gradient of a convolution whose channels hold b samples side by side: (b*R, O, I)."""
@@ -96,12 +109,64 @@ class Conv2dLayer(Layer):
         )[1]
         return w.reshape(groups, self.O, self.patch)
 
-    def _unfolded(self, a: Tensor, d: Tensor, b: int) -> Tensor:
-        """One product d U' per view, summed over views: (b, R, O, I) up to a view."""
-        n, (H, W) = len(a), d.shape[2:]
-        U = self.patches(a, H, W).reshape(n * self.R, self.patch, H * W)
-        w = d.reshape(n * self.R, self.O, H * W) @ U.mT
-        return w if n == b else w.view(b, n // b, -1).sum(1)
+    def _unfolded(self, a: Tensor, d: Tensor, b: int, bias: Tensor | None) -> Dense:
+        """g = sum_t d_t a_t' from patches copied out, the columns of a patch tap by tap.
+
+        The patches are the rows of U (b, R, S, I). With the channels of a pixel side by side, a row of a patch is one
+        run of memory, and `index_select` copies run by run: a fraction of the time of a strided copy. A few samples
+        are unfolded at a time, so that the product finds them in cache.
+        """
+        views, (H, W), (ph, pw) = len(a) // b, d.shape[2:], self.padding
+        if self.taps == 1 and self.R == 1 and not (ph or pw):  # the patches are the pixels
+            U = a[:, :, :: self.stride[0], :: self.stride[1]].permute(0, 2, 3, 1)
+            D = d.permute(0, 2, 3, 1)
+            return Dense((D.reshape(b, -1, self.O).mT @ U.reshape(b, -1, self.C)).unsqueeze(1), bias)
+        if views == 1:
+            D = d.reshape(b, self.R, self.O, H * W)
+        else:  # the views of a sample are further positions
+            D = d.view(b, views, self.R, self.O, H, W).permute(0, 2, 3, 1, 4, 5).reshape(b, self.R, self.O, -1)
+        g, kept, lo = d.new_empty(b, self.R, self.O, self.patch), [], 0
+        for U in self._patch_rows(a, b, H, W):
+            hi = lo + len(U) // self.R
+            torch.bmm(D[lo:hi].flatten(0, 1), U, out=g[lo:hi].flatten(0, 1))
+            if 4 * views * H * W <= self.O:
+                kept.append(U.view(-1, self.R, *U.shape[1:]))
+            lo = hi
+        return Dense(g, bias, self.taps, (D, torch.cat(kept)) if kept else None)
+
+    def _patch_rows(self, a: Tensor, b: int, H: int, W: int) -> Iterator[Tensor]:
+        """The patches of b samples as rows, a few samples at a time: (samples * R, S, I), columns tap by tap."""
+        views, (ph, pw) = len(a) // b, self.padding
+        step = min(b, max(1, UNFOLDED // (self.R * self.patch * views * H * W * a.element_size())))
+        padded = (a.shape[2] + 2 * ph, a.shape[3] + 2 * pw)
+        runs, length = self._runs((step, views, *padded), (H, W), a.device)
+        for lo in range(0, b, step):
+            part = a[lo * views : (lo + step) * views].permute(0, 2, 3, 1)
+            part = F.pad(part, (0, 0, pw, pw, ph, ph)) if ph or pw else part.contiguous()
+            rows = part.as_strided(((part.numel() - length) // self.C + 1, length), (self.C, 1))  # overlapping
+            U = rows.index_select(0, runs[: len(part) // views * (len(runs) // step)])
+            yield U.view(-1, views * H * W, self.patch)
+
+    def _runs(self, image: tuple[int, ...], output: tuple[int, int], device: torch.device) -> tuple[Tensor, int]:
+        """Where the runs of memory of all patches start, in pixels' groups of C channels, and their length.
+
+        image     (samples, views, padded height, padded width); the channels are innermost
+        Order: sample, group, view, output row, output column, kernel row, and kernel column where a run is one tap.
+        """
+        key = (image, output, device)
+        if key not in self._starts:
+            (kh, kw), (sh, sw), (dh, dw), R = self.kernel, self.stride, self.dilation, self.R
+            whole = dw == 1 and R == 1  # the taps of a kernel row are neighbours in memory
+            taps = 1 if whole else kw
+            b, K, Hp, Wp = image
+
+            def axis(n: int, step: int, place: int) -> Tensor:
+                return (torch.arange(n, device=device) * step).view(-1, *[1] * (6 - place))
+
+            rows = axis(b, K * Hp * Wp, 0) + axis(K, Hp * Wp, 2) + axis(output[0], sh * Wp, 3)
+            rows = rows + axis(output[1], sw, 4) + axis(kh, dh * Wp, 5) + axis(taps, dw, 6)
+            self._starts = {key: ((rows * R + axis(R, 1, 1)).flatten(), self.C * (kw if whole else 1))}
+        return self._starts[key]
 
     def patches(self, a: Tensor, H: int, W: int) -> Tensor:
         """The patches that the H x W output positions see, as a view (n, R, C, kh, kw, H, W): nothing is copied."""
@@ -117,6 +182,15 @@ class Conv2dLayer(Layer):
         same_size = keeps_size(self.kernel, self.stride, self.padding, self.dilation, self.R)
         if same_size and self.pad is None and min(H, W) >= 16:  # below that, unfolding costs no more
             A, ones = (t.unsqueeze(0) for t in patch_moment(a, self.kernel[0]))
+        elif self.R == 1:
+            A, ones = a.new_zeros(self.patch, self.patch), a.new_zeros(self.patch)
+            for U in self._patch_rows(self.padded(a), len(a), H, W):
+                U = U.flatten(0, 1)
+                A.addmm_(U.mT, U)
+                if self.bias:
+                    ones += U.sum(0)
+            ones = ones.view(self.taps, self.C).mT.reshape(1, -1)
+            A = A.view(self.taps, self.C, self.taps, self.C).permute(1, 0, 3, 2).reshape(1, self.patch, self.patch)
         else:
             U = self.patches(self.padded(a), H, W).permute(1, 2, 3, 4, 0, 5, 6).reshape(self.R, self.patch, -1)
             A, ones = U @ U.mT, U.sum(2)
@@ -164,6 +238,12 @@ class ConvFactors:
         aQ = self._positions(F.conv2d(self.a, kernels, last, layer.stride, layer.padding, layer.dilation))
         dQ = self._positions(torch.einsum("nohw,om->nmhw", self.d, Q_G[0]))
         return (dQ @ aQ.mT).unsqueeze(1)
+
+    def projected_energy(self, Q_G: Tensor, Q_A: Tensor, w: Tensor) -> Tensor:
+        return weighted_energy(self.project(Q_G, Q_A), w)
+
+    def projected_terms(self) -> Tensor:
+        return self.terms()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         d = self.d * c.repeat_interleave(self.K)[:, None, None, None]

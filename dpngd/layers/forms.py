@@ -19,6 +19,7 @@ norms, projections, weighted sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Protocol
 
@@ -41,6 +42,12 @@ class LayerGradient(Protocol):
     def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
         """Q_G' g_i Q_A, shape (b, R, m, k)."""
 
+    def projected_energy(self, Q_G: Tensor, Q_A: Tensor, w: Tensor) -> Tensor:
+        """sum(w * (Q_G' g_i Q_A)^2) for weights w (R, m, k), shape (b,)."""
+
+    def projected_terms(self) -> Tensor:
+        """As `terms`, of what a projection is added up from: where g_i is far below it, its projection is rounding."""
+
     def weighted_sum(self, c: Tensor) -> Tensor:
         """sum_i c_i g_i for c (b,), shape (R, O, I)."""
 
@@ -60,11 +67,32 @@ def weighted_energy(g: Tensor, w: Tensor) -> Tensor:
     return g @ w if len(w) <= 2**14 else g.mul_(w).sum(1)
 
 
-class Dense:
-    """g itself, with its bias column held separately so that no layer has to be copied to append it."""
+def times(t: Tensor, Q: Tensor) -> Tensor:
+    """t (b, R, n, I) times Q (R, I, k): with R = 1 one large product, which takes less time than b small ones."""
+    return (t.flatten(0, 2) @ Q[0]).view(*t.shape[:3], Q.shape[2]) if len(Q) == 1 else t @ Q
 
-    def __init__(self, w: Tensor, bias: Tensor | None = None):
-        self.w, self.bias = w, bias  # (b, R, O, I_w) and (b, R, O)
+
+class Dense:
+    """g itself, with its bias column held separately so that no layer has to be copied to append it.
+
+    w      (b, R, O, I_w)
+    bias   (b, R, O), or None
+    taps   a convolution's kernel positions, where the columns of w run (tap, channel) and not, as everywhere else,
+           (channel, tap): norms do not depend on the order, and sums are put in order once for all samples
+    parts  D (b, R, O, S) and U (b, R, S, I_w) with w = D U, where S is so small that projecting them costs less
+    """
+
+    def __init__(self, w: Tensor, bias: Tensor | None = None, taps: int = 1,
+                 parts: tuple[Tensor, Tensor] | None = None):
+        self.w, self.bias, self.taps, self.parts = w, bias, taps, parts
+
+    def _in_order(self, t: Tensor) -> Tensor:
+        """(..., I_w) with columns (tap, channel) -> (channel, tap)."""
+        return t if self.taps == 1 else t.unflatten(-1, (self.taps, -1)).mT.flatten(-2)
+
+    def _as_held(self, t: Tensor) -> Tensor:
+        """The inverse of `_in_order`."""
+        return t if self.taps == 1 else t.unflatten(-1, (-1, self.taps)).mT.flatten(-2)
 
     def sq_norms(self) -> Tensor:
         n = torch.linalg.vector_norm(self.w, dim=-1).flatten(1).square().sum(1)  # in rows: see `weighted_energy`
@@ -74,33 +102,51 @@ class Dense:
         return self.w.new_zeros(len(self.w))
 
     def diagonal_sq_norms(self, w: Tensor) -> Tensor:
-        n = weighted_energy(self.w, w[..., : self.w.shape[-1]])
+        n = weighted_energy(self.w, self._as_held(w[..., : self.w.shape[-1]]))
         return n if self.bias is None else n + weighted_energy(self.bias, w[..., -1])
 
     def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
         I = self.w.shape[-1]
-        Q_Aw = Q_A[:, :I]
-        if Q_G.shape[-1] <= Q_A.shape[-1]:  # contract the side that leaves less to do for the other
+        Q_Aw = self._as_held(Q_A[:, :I].mT).mT
+        (O, m), k = Q_G.shape[1:], Q_A.shape[-1]
+        if self.parts is not None:
+            D, U = self.parts
+            P = (Q_G.mT @ D) @ times(U, Q_Aw)
+        elif m * I * (O + k) < O * k * (I + m):  # the side first that leaves less to do for the other
             left = torch.einsum("brom,broi->brmi", Q_G.expand(len(self.w), -1, -1, -1), self.w)
-            P = left @ Q_Aw
+            P = times(left, Q_Aw)
         else:
-            P = Q_G.mT @ (self.w @ Q_Aw)
+            P = Q_G.mT @ times(self.w, Q_Aw)
         if self.bias is not None:
             P = P + (self.bias.unsqueeze(-2) @ Q_G).mT * Q_A[:, I:]
         return P
 
+    def projected_energy(self, Q_G: Tensor, Q_A: Tensor, w: Tensor) -> Tensor:
+        return weighted_energy(self.project(Q_G, Q_A), w)
+
+    def projected_terms(self) -> Tensor:
+        if self.parts is None:
+            return self.terms()
+        d, u = (torch.linalg.vector_norm(t, dim=dim) for t, dim in zip(self.parts, (-2, -1), strict=True))
+        return (d * u).flatten(1).square().sum(1)
+
     def weighted_sum(self, c: Tensor) -> Tensor:
-        w = (c @ self.w.flatten(1)).view(self.w.shape[1:])
+        w = self._in_order((c @ self.w.flatten(1)).view(self.w.shape[1:]))
         return w if self.bias is None else torch.cat([w, (c @ self.bias.flatten(1)).view(*w.shape[:2], 1)], -1)
 
     def materialise(self) -> Tensor:
-        return self.w if self.bias is None else torch.cat([self.w, self.bias.unsqueeze(-1)], -1)
+        w = self._in_order(self.w)
+        return w if self.bias is None else torch.cat([w, self.bias.unsqueeze(-1)], -1)
 
     def select(self, keep: Tensor) -> Dense:
-        return Dense(self.w[keep], None if self.bias is None else self.bias[keep])
+        return self._each(lambda t: t[keep])
 
     def double(self) -> Dense:
-        return Dense(self.w.double(), None if self.bias is None else self.bias.double())
+        return self._each(Tensor.double)
+
+    def _each(self, f: Callable[[Tensor], Tensor]) -> Dense:
+        """The same with f of every tensor that is held; w stays the gradient, so its parts are left out."""
+        return Dense(f(self.w), None if self.bias is None else f(self.bias), self.taps)
 
 
 class Factors:
@@ -127,6 +173,18 @@ class Factors:
 
     def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
         return ((self.d @ Q_G[0]).mT @ (self.a @ Q_A[0])).unsqueeze(1)
+
+    def projected_energy(self, Q_G: Tensor, Q_A: Tensor, w: Tensor) -> Tensor:
+        if self.a.shape[1] > 1:
+            return weighted_energy(self.project(Q_G, Q_A), w)
+        # With one position P is of rank one. Its squares are those of its factors, scaled so that they stay in range.
+        d, a = (self.d[:, 0] @ Q_G[0]), (self.a[:, 0] @ Q_A[0])
+        scale = self.d[:, 0].abs().amax(1, keepdim=True).clamp(min=torch.finfo(d.dtype).tiny)
+        part = ((d / scale).square() @ w[0].to(d.dtype)).unsqueeze(1) @ (a * scale).square().unsqueeze(2)
+        return part[:, 0, 0]
+
+    def projected_terms(self) -> Tensor:
+        return self.terms()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         return ((self.d * c[:, None, None]).flatten(0, 1).mT @ self.a.flatten(0, 1)).unsqueeze(0)

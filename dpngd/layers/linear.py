@@ -30,9 +30,12 @@ class LinearLayer(Layer):
         S, O, I = d.shape[1], d.shape[2], a.shape[2]
         return Factors(a, d) if S * (O + I) <= O * I or S == 1 else Dense((d.mT @ a).unsqueeze(1))
 
+    def input_rows(self, a: Tensor) -> Tensor:
+        a = a.reshape(-1, a.shape[-1])  # nothing is copied
+        return F.pad(a, (0, 1), value=1.0) if self.bias else a
+
     def moments(self, a: Tensor, d: Tensor, inputs: bool) -> tuple[Tensor | None, Tensor]:
-        S = d[0].numel() // d.shape[-1]
-        a, d = a.reshape(-1, a.shape[-1]), d.reshape(-1, d.shape[-1])  # as rows: nothing is copied
-        if self.bias:
-            a = F.pad(a, (0, 1), value=1.0)
+        S, d = d[0].numel() // d.shape[-1], d.reshape(-1, d.shape[-1])
+        if inputs:
+            a = self.input_rows(a)
         return ((a.mT @ a).unsqueeze(0) if inputs else None), (d.mT @ d).unsqueeze(0) / S

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpngd.layers.base import RowLayer, register
-from dpngd.layers.forms import Dense
 
 
 class NormLayer(RowLayer):
@@ -21,32 +22,57 @@ class NormLayer(RowLayer):
         """Gradients of scale and shift per row, each (n, ..., *parameter's shape): what precedes is summed over."""
         raise NotImplementedError(f"{type(self).__name__} must define `scale_and_shift`")
 
-    def gradient(self, a: Tensor, d: Tensor, K: int) -> Dense:
-        b = len(d) // K
-        scale, shift = self.scale_and_shift(a, d)
+    def rows(self, a: Tensor, d: Tensor) -> Tensor:
+        return self._joined(len(d), *self.scale_and_shift(a, d))
+
+    def _joined(self, n: int, scale: Tensor, shift: Tensor) -> Tensor:
         wanted = (scale, shift) if self.bias else (scale,)
-        rows = [t.reshape(b, -1, self.module.weight.numel()).sum(1) for t in wanted]
-        return Dense(torch.cat(rows, 1).view(b, 1, 1, -1))
+        return torch.cat([t.reshape(n, -1, self.module.weight.numel()).sum(1) for t in wanted], 1)
 
 
 @register(nn.GroupNorm)
 class GroupNormLayer(NormLayer):
-    """xhat is normalised over the channels of a group and all positions; scale and shift are per channel."""
+    """xhat is normalised over the channels of a group and all positions; scale and shift are per channel.
+
+    Group norm of n samples with G groups is group norm of one sample with n*G groups, so the library's own backward
+    gives the sums of every sample separately, and no normalised copy of x is made.
+    """
 
     def scale_and_shift(self, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        """d * xhat and d, summed over positions.
+        """d * xhat and d, summed over positions."""
+        return self._backward(x, d, *self._moments(x), (False, True, True))[1:]
 
-        Group norm of n samples with G groups is group norm of one sample with n*G groups, so the library's own
-        backward gives the sums of every sample separately, and no normalised copy of x is made.
+    def backward_of(self, a: Tensor, z: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """The gradient of x needs the same sums over positions: one pass gives both.
+
+        Autograd has kept the mean and 1 / sd of the forward pass. Where z is not group norm's own output (a hook
+        changed it), or a version of torch does not show what it kept, there is no shortcut.
         """
+        if type(z.grad_fn).__name__ != "NativeGroupNormBackward0" or not hasattr(z.grad_fn, "_saved_result2"):
+            return None
+        mean, rstd = z.grad_fn._saved_result1, z.grad_fn._saved_result2
+
+        def backward(d: Tensor) -> tuple[Tensor, Tensor]:
+            dx, scale, shift = self._backward(a, d, mean, rstd, (True, True, True))
+            return dx.view_as(a), self._joined(len(a), scale, shift)
+
+        return backward
+
+    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and 1 / sd of every group, each (n, G)."""
         m = self.module
-        n, C, G, S = len(x), m.num_channels, m.num_groups, x[0, 0].numel()
-        x, d = x.contiguous(), d.contiguous()
-        _, mean, rstd = torch.native_group_norm(x, None, None, n, C, S, G, m.eps)
-        _, scale, shift = torch.ops.aten.native_group_norm_backward(
-            d.view(1, n * C, S), x.view(1, n * C, S), mean.view(1, -1), rstd.view(1, -1), x.new_ones(n * C), 1, n * C,
-            S, n * G, (False, True, True))
-        return scale.view(n, C), shift.view(n, C)
+        return torch.native_group_norm(x.contiguous(), None, None, len(x), m.num_channels, x[0, 0].numel(),
+                                       m.num_groups, m.eps)[1:]
+
+    def _backward(self, x: Tensor, d: Tensor, mean: Tensor, rstd: Tensor, wanted: tuple[bool, bool, bool],
+                  ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of x, of scale and of shift, the last two (n, C) per row."""
+        n, C, G, S = len(x), self.module.num_channels, self.module.num_groups, x[0, 0].numel()
+        x, d = (t.reshape(1, n * C, S) for t in (x, d))
+        scale = self.module.weight.detach().repeat(n)
+        dx, scale, shift = torch.ops.aten.native_group_norm_backward(
+            d, x, mean.view(1, -1), rstd.view(1, -1), scale, 1, n * C, S, n * G, wanted)
+        return dx, scale.view(n, C), shift.view(n, C)
 
 
 @register(nn.LayerNorm)

@@ -26,7 +26,10 @@ def build(setting: Setting) -> Built:
     """
     labels = setting.method.labels
     generator = None if labels == "exact" else stream(setting.config.seed, "labels")
-    return whitened(setting, KFAC(setting.per_sample.model, setting.public, labels=labels, generator=generator))
+    # Above a floor, directions of zero curvature need no eigenvectors; without one, or in a factor of its own, they do.
+    span = setting.method.clamp == "product" and setting.method.floor != "none"
+    return whitened(setting, KFAC(setting.per_sample.model, setting.public, labels=labels, generator=generator,
+                                  span=span))
 
 
 def build_kl(setting: Setting) -> Built:

@@ -11,13 +11,15 @@ import argparse
 import copy
 import gc
 import json
+import math
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +33,14 @@ from dpngd.gradients import MICRO_BATCH, PerSample, micro_batch_size, pieces
 from dpngd.methods import METHODS, Setting
 from dpngd.methods.gep import basis_bytes
 from dpngd.noise import seeded_noise, stream
-from dpngd.privacy import Spend
+from dpngd.privacy import Spend, calibrate
 from dpngd.training import models, record
 from dpngd.training.config import RunConfig
 from dpngd.training.parallel import Workers
 
+DEFAULT_MODELS = ("small", "wrn-10-1", "resnet-20", "wrn-16-4")
 DEFAULT_BATCH = {"wrn-16-4": 64}
+QUICK_CONTENDERS = ("plain", "opacus-hooks", "dp-sgd", "gep", "dp-ngd")
 OPACUS = ("opacus-hooks", "opacus-functorch", "opacus-ghost")
 
 
@@ -108,9 +112,63 @@ def ratios(rows: dict) -> dict[str, float]:
     if sgd and "plain" in median:
         out["dp_sgd_over_plain"] = sgd / median["plain"]
     for c in median:
-        if sgd and c not in OPACUS and c not in ("plain", "dp-sgd"):
+        if sgd and c not in OTHERS and c != "dp-sgd":
             out[f"{c.replace('-', '_')}_over_dp_sgd"] = median[c] / sgd
+    if "opacus-dpngd" in median and "opacus-hooks" in median:
+        out["opacus_dpngd_over_opacus_hooks"] = median["opacus-dpngd"] / median["opacus-hooks"]
     return out
+
+
+# ---- How cost grows --------------------------------------------------------------------------------------------------
+
+SWEEPS = {"batch": (64, 128, 256, 512), "width": (1, 2, 4), "public": (125, 250, 500, 1000), "K": (1, 2, 4, 8),
+          "t_cur": (1, 4, 16, 64)}
+"""What is varied, and its values: samples per step, the w of wrn-10-w, public images per refresh, views per sample, and
+steps between refreshes. The rest is a DP-NGD step of the small network on 128 samples with 500 public images."""
+
+
+def scaling(repeats: int, floor: float, micro_batch: int) -> dict:
+    """Seconds of a DP-NGD step (of a refresh, for `public`) along each of SWEEPS, and the exponent fitted to them.
+
+    The exponent e is that of seconds ~ value^e by least squares in logarithms: 1 is proportional, below 1 is a fixed
+    part. For `t_cur` the seconds are those of a step with its share of the refresh, which falls towards the step's own.
+    """
+    out = {}
+    for what, values in SWEEPS.items():
+        seconds = []
+        for v in values:
+            model = f"wrn-10-{v}" if what == "width" else "small"
+            batch = v if what == "batch" else 32 if what == "width" else 128
+            K, public = v if what == "K" else 1, v if what == "public" else 500
+            made = private("dp-ngd")(make_bench(model, batch, K, public, floor, micro_batch))
+            timed = made.refresh if what == "public" else made.step
+            timed()
+            best = min(seconds_of(timed) for _ in range(repeats))
+            if what == "t_cur":
+                best += min(seconds_of(made.refresh) for _ in range(repeats)) / v
+            seconds.append(best)
+        out[what] = {"values": list(values), "seconds": seconds, "exponent": exponent(values, seconds)}
+    return out
+
+
+def exponent(values: Sequence[float], seconds: Sequence[float]) -> float:
+    """e of seconds ~ value^e, by least squares in logarithms."""
+    return statistics.linear_regression([math.log(v) for v in values], [math.log(s) for s in seconds]).slope
+
+
+def once(rows: dict, cores: int, threads: int) -> dict:
+    """Seconds to calibrate sigma and to start a process, and whole runs per hour of each method of `rows`.
+
+    A run is one of the `cpu` profile on CIFAR-10: 100 steps of 1,024 samples; what a run does besides its steps (data,
+    evaluation) is not counted. As many processes run side by side as there are cores for their threads.
+    """
+    start = "from dpngd.training import train, models; import dpngd.methods.dp_ngd, dpngd.methods.gep"
+    return {
+        "calibrate": seconds_of(lambda: calibrate(2.0, 1e-5, 1024 / 50_000, 100)),
+        "start": seconds_of(lambda: subprocess.run([sys.executable, "-c", start], check=True)),
+        "runs_per_hour": {c: 3600 * max(1, cores // threads) / (100 * 1.024 * row["ms_per_sample"])
+                          for c, row in rows.items() if c in METHODS},
+    }
 
 
 def peak_memory(name: str, model: str, batch: int, args: argparse.Namespace) -> float:
@@ -155,13 +213,25 @@ def bench_text(report: dict) -> str:
             lines.append(f"{c:18}{row['median']:9.3f}{row['q1']:10.3f}{row['q3']:9.3f}{row['ms_per_sample']:11.3f}"
                          f"{row['curvature']:11.3f}{peak:>10}")
         lines += [f"{c:18}not run: {reason}" for c, reason in result["skipped"].items()]
-        lines += [f"  {k:24}{v:6.2f}" for k, v in report["ratio"][name].items()]
+        lines += [f"  {k:32}{v:6.2f}" for k, v in report["ratio"][name].items()]
+    for what, row in report.get("scaling", {}).items():
+        points = ", ".join(f"{v} {1e3 * s:.0f} ms" for v, s in zip(row["values"], row["seconds"], strict=True))
+        lines += ["", f"{what}: exponent {row['exponent']:.2f} ({points})"]
+    if "once" in report:
+        lines += ["", f"calibrate sigma {report['once']['calibrate']:.1f} s, start {report['once']['start']:.1f} s",
+                  "runs per hour: " + ", ".join(f"{c} {n:.0f}" for c, n in report["once"]["runs_per_hour"].items())]
     return "\n".join(lines)
 
 
 def main(args: argparse.Namespace) -> int:
     """Time what the options of `command.bench` name, and print the table or the JSON."""
+    if args.quick:
+        args.models, args.contenders = args.models or ["small"], args.contenders or list(QUICK_CONTENDERS)
+        args.repeats, args.no_memory = min(args.repeats, 5), True
+    args.models = args.models or list(DEFAULT_MODELS)
     args.contenders = args.contenders or list(DEFAULT_CONTENDERS)
+    if args.opacus:
+        args.contenders += [c for c in ("opacus-hooks", "opacus-dpngd") if c not in args.contenders]
     for name in args.contenders:
         if name not in OTHERS and name not in METHODS:
             raise unknown("contender", name, [*OTHERS, *METHODS])
@@ -178,8 +248,12 @@ def main(args: argparse.Namespace) -> int:
         "models": results,
         "ratio": {name: ratios(r["contenders"]) for name, r in results.items()},
         **{k: getattr(args, k) for k in ("K", "threads", "public", "t_cur", "amortise_batch", "floor", "repeats")},
-        "cpu": record.cpu(), "torch": torch.__version__,
+        "cpu": record.cpu(), "torch": torch.__version__, "load": os.getloadavg()[0], "micro_batch": args.micro_batch,
     }
+    if args.scaling:
+        report["scaling"] = scaling(min(args.repeats, 5), args.floor, args.micro_batch)
+        first = results[args.models[0]]["contenders"]
+        report["once"] = once(first, os.cpu_count() or 1, args.threads)
     print(json.dumps(report, indent=1) if args.json else bench_text(report))
     return 0
 
@@ -235,8 +309,11 @@ def plain(bench: Bench) -> Contender:
     return Contender(step)
 
 
-def opacus(mode: str) -> Callable[[Bench], Contender]:
-    """Opacus as its users call it. K > 1: the gradients of a sample's views are averaged before the step."""
+def opacus(mode: str, dpngd: bool = False) -> Callable[[Bench], Contender]:
+    """Opacus as its users call it. K > 1: the gradients of a sample's views are averaged before the step.
+
+    dpngd   the same loop with the optimizer wrapped in `dpngd.opacus.DPNGD`, as the README shows it
+    """
 
     def build(bench: Bench) -> Contender:
         from opacus import PrivacyEngine
@@ -254,6 +331,14 @@ def opacus(mode: str) -> Callable[[Bench], Contender]:
         model, optimizer = made[:2]
         criterion = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
         optimizer.attach_step_hook(lambda _: None)  # accounting is not what is timed
+        if dpngd:
+            from dpngd.opacus import DPNGD
+
+            endless = 2**31  # steps: the clock decides when a refresh is due
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer = DPNGD(optimizer, model, bench.public, lambda_safe=bench.floor, lambda_base=bench.floor,
+                                  T=endless, T_cur=endless)
 
         def step() -> None:
             with warnings.catch_warnings():
@@ -265,7 +350,12 @@ def opacus(mode: str) -> Callable[[Bench], Contender]:
                         p.grad_sample = p.grad_sample.unflatten(0, (bench.B, bench.K)).mean(1)
                 optimizer.step()
 
-        return Contender(step)
+        def refresh() -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.natural.refresh()
+
+        return Contender(step, refresh if dpngd else None)
 
     return build
 
@@ -329,5 +419,6 @@ OTHERS: dict[str, Callable[[Bench], Contender]] = {
     "opacus-hooks": opacus("hooks"),
     "opacus-functorch": opacus("functorch"),
     "opacus-ghost": opacus("ghost"),
+    "opacus-dpngd": opacus("hooks", dpngd=True),
 }
-DEFAULT_CONTENDERS = (*OTHERS, "dp-sgd", "adadps", "gep", "dp-ngd")
+DEFAULT_CONTENDERS = ("plain", *OPACUS, "dp-sgd", "adadps", "gep", "dp-ngd")

@@ -70,7 +70,13 @@ def tune(argv: list[str] | None = None) -> int:
 
 def bench(argv: list[str] | None = None) -> int:
     p = Parser(prog="dpngd bench", description="Seconds per training step, every contender interleaved in one run.")
-    p.add_argument("--models", nargs="+", default=["resnet-20", "wrn-10-1", "wrn-16-4"], metavar="MODEL")
+    p.add_argument("--models", nargs="+", metavar="MODEL", help="default: small wrn-10-1 resnet-20 wrn-16-4")
+    p.add_argument("--quick", action="store_true",
+                   help="within a minute: the small network, 5 rounds, the contenders of the goals, no memory")
+    p.add_argument("--opacus", action="store_true", help="also Opacus's loop with DPNGD, against its own DP-SGD loop")
+    p.add_argument("--scaling", action="store_true",
+                   help="also how cost grows with batch, width, public images, T_cur and K; seconds to calibrate and "
+                        "to start; runs per hour of the first model")
     p.add_argument("--contenders", nargs="+", metavar="NAME",
                    help="plain, opacus-hooks, a method, ... (default: all; an unknown name lists them)")
     p.add_argument("--batch", type=int, help="samples per step (default 256; 64 for wrn-16-4)")

@@ -9,6 +9,8 @@ from torch import nn
 from dpngd import curvature
 from dpngd.curvature import KFAC, LayerCurvature
 from dpngd.errors import UsageError
+from dpngd.geometry import ClampedLayer
+from dpngd.layers import Dense
 from dpngd.noise import stream
 
 CLASSES = 4
@@ -314,3 +316,32 @@ def test_eigenvectors_that_lapack_gives_up_on(monkeypatch):
     torch.testing.assert_close(Q @ torch.diag_embed(values) @ Q.mT, M.double(), rtol=0, atol=1e-14)
     assert values.min() >= 0
     assert (values[0, 3:] < 1e-14 * values.max()).all()
+
+
+@pytest.mark.parametrize("repeated", [False, True], ids=["independent images", "one image twice"])
+def test_curvature_in_the_span_of_few_images(repeated):
+    """A head with more inputs than images: the eigenvectors of zero are left out, and whitening does not change."""
+    model = seeded(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, CLASSES))
+    x = images(6, 40)
+    x = torch.cat([x, x[:1]]) if repeated else x
+    full, span = (KFAC(model, x, labels="exact", span=span)() for span in (False, True))
+    for F_l, S_l, rank in zip(full, span, (6, 6), strict=True):
+        assert S_l.Q_A.shape[1:] == (F_l.Q_A.shape[1], rank)
+        torch.testing.assert_close(S_l.lambda_A, F_l.lambda_A[:, :rank], rtol=1e-9, atol=0)
+        torch.testing.assert_close(S_l.spectrum(), F_l.spectrum(), rtol=1e-9, atol=1e-12)
+        u = torch.randn(2, *F_l.spectrum().shape, generator=stream(0, "u"), dtype=torch.float64)
+        for floor in (1e-1, 1e-3, 1e-6):
+            exact, ours = (ClampedLayer.of(c, floor, "product", torch.float64) for c in (F_l, S_l))
+            assert not ours.whole
+            for power in (-0.5, -1.0):
+                torch.testing.assert_close(ours.apply(u, power), exact.apply(u, power), rtol=1e-8, atol=1e-8)
+                torch.testing.assert_close(ours.sq_norms(Dense(u), power)[0], exact.sq_norms(Dense(u), power)[0])
+
+
+def test_one_eigendecomposition_per_factor_and_refresh(monkeypatch):
+    """A guard against slowness: each factor is decomposed once, the head's in the span of its few images."""
+    sizes, eigh = [], torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda M: sizes.append(M.shape[-1]) or eigh(M))
+    model = seeded(nn.Conv2d(1, 2, 3), nn.GroupNorm(2, 2), nn.Flatten(), nn.Linear(32, CLASSES))
+    KFAC(model, images(5, 1, 6, 6), labels="exact", span=True)()
+    assert sorted(sizes) == sorted([10, 2, 4, 1, 5, CLASSES])

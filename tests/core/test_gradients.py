@@ -8,9 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dpngd.curvature import KFAC
+from dpngd.geometry import Kronecker
 from dpngd.gradients import PerSample
 from dpngd.layers.conv import Conv2dLayer, ConvFactors
 from dpngd.layers.forms import Dense, Factors
+from dpngd.layers.norm import GroupNormLayer
+from dpngd.mechanism import GaussianMechanism
 from dpngd.noise import stream
 from dpngd.training import models
 
@@ -107,9 +111,12 @@ STRATEGIES = [
     pytest.param((12, 128, 3, 2, 1, 1, 2), (5, 5), 1, "unfold", id="many outputs in two groups"),
     pytest.param((8, 6, 3, 2, 1), (6, 5), 8, "loop", id="8 views"),
     pytest.param((12, 6, (3, 2), 1, "same", 1, 2), (6, 5), 8, "loop", id="8 views, two groups, same padding"),
-    pytest.param((8, 6, 3, 2, 1), (6, 5), 1, "grouped", id="one view"),
-    pytest.param((8, 6, 3, 1, 2, 2), (6, 5), 4, "grouped", id="4 views, dilation"),
-    pytest.param((12, 4, 3, 1, "same", 1, 2, True, "reflect"), (6, 5), 4, "grouped", id="4 views, groups, reflect"),
+    pytest.param((8, 6, 3, 2, 1), (6, 5), 1, "unfold", id="few positions"),
+    pytest.param((8, 6, (3, 2), 2, (1, 0), (1, 2)), (6, 5), 4, "unfold", id="few positions, 4 views, dilation"),
+    pytest.param((12, 4, 3, 1, "same", 1, 2, True, "reflect"), (6, 5), 4, "unfold", id="4 views, groups, reflect"),
+    pytest.param((8, 6, 3, 2, 1), (18, 17), 1, "grouped", id="one view"),
+    pytest.param((8, 6, 3, 1, 2, 2), (9, 8), 4, "grouped", id="4 views, dilation"),
+    pytest.param((12, 4, 3, 1, "same", 1, 2, True, "reflect"), (9, 8), 4, "grouped", id="4 views, two groups"),
     pytest.param((256, 128, 3, 1, 1), (3, 3), 1, "factors", id="wide"),
     pytest.param((256, 128, 3, 2, 1, 1, 1, False), (4, 4), 4, "factors", id="wide, 4 views, no bias"),
     pytest.param((256, 128, 3, 1, "same", 1, 1, True, "circular"), (2, 2), 8, "factors", id="wide, 8 views, circular"),
@@ -124,9 +131,9 @@ def test_every_strategy_of_a_convolution(arguments, size, K, strategy, dtype, mo
     calls = []
 
     def spy(name, plain):
-        def spied(self, a, d, b):
+        def spied(self, a, d, b, *more):
             calls.append((name, b))
-            return plain(self, a, d, b)
+            return plain(self, a, d, b, *more)
 
         monkeypatch.setattr(Conv2dLayer, name, spied)
 
@@ -184,3 +191,19 @@ def test_the_networks_of_the_paper(name):
     assert reference.relative(ours.materialise(), whole) < 1e-9
     assert reference.relative(ours.sq_norms()[:, None], whole.square().sum(1)[:, None]) < 1e-9
     torch.testing.assert_close(ours.losses, losses)
+
+
+def test_no_gradient_is_computed_twice(monkeypatch):
+    """A guard against slowness: one `gradient` per layer and micro-batch, whatever a geometry asks of it, and no group
+    norm whose statistics are computed again."""
+    calls, gradient = [], Conv2dLayer.per_sample
+    monkeypatch.setattr(Conv2dLayer, "per_sample", lambda self, *a: calls.append(self.name) or gradient(self, *a))
+    monkeypatch.setattr(GroupNormLayer, "_moments", lambda *_: pytest.fail("statistics computed again"))
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 64, 3, 2), nn.Flatten(),
+                                         nn.Linear(64 * 4, CLASSES)))
+    x, y = sample((3, 7, 7), 4, 1, torch.float32)
+    geometry = Kronecker()
+    geometry.set(KFAC(model, x, labels="exact")(), 1e-3)
+    per_sample = PerSample(model, check=False)
+    GaussianMechanism((1.0,), 0.0, 4.0).clipped_sums([per_sample(x, y)], geometry, per_sample.zeros())
+    assert calls == ["2", "0"]

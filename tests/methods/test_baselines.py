@@ -214,19 +214,23 @@ def test_blocks_survive_flattening():
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.97, 0.99])
-def test_many_public_samples_give_the_same_directions_without_their_gram_matrix(decay, monkeypatch):
+def test_few_of_many_directions_are_those_of_the_full_decomposition(decay):
     g = torch.Generator().manual_seed(1)
     U, W = (torch.linalg.qr(torch.randn(rows, 300, generator=g)).Q for rows in (300, 900))
     G = (U * decay ** torch.arange(300)) @ W.mT
-    dense = gep.gram_vectors(G, 30)
-    monkeypatch.setattr(gep, "gram_vectors", None)  # not needed
-    krylov = gep.krylov_vectors(G, 30)
-    captured = [float((G.mT @ v).square().sum()) for v in (dense, krylov)]
-    assert captured[1] == pytest.approx(captured[0], rel=1e-4)
-    torch.testing.assert_close(krylov.mT @ krylov, torch.eye(30), atol=1e-5, rtol=0)
-    assert torch.equal(krylov, gep.krylov_vectors(G, 30)), "the start is fixed"
+    few, every = gep.gram_vectors(G, 30), gep.gram_vectors(G, 300)[:, -30:]
+    torch.testing.assert_close((few * every).sum(0).abs(), torch.ones(30), atol=1e-4, rtol=0)
+    torch.testing.assert_close(few.mT @ few, torch.eye(30), atol=1e-5, rtol=0)
 
 
-def test_directions_that_do_not_settle_are_computed_the_long_way():
-    G = torch.randn(60, 90, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(gep.krylov_vectors(G, 20, blocks=0), gep.gram_vectors(G, 20))
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_basis_is_orthonormal_to_rounding(dependent):
+    """Columns of very different lengths, nearly orthogonal (Cholesky), or one twice and one zero (QR)."""
+    X = torch.linalg.qr(torch.randn(400, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)).Q
+    X = (X + 1e-2 * X[:, :1]) * torch.logspace(-6, 6, 12, dtype=torch.float64)
+    if dependent:
+        X[:, 3], X[:, 4] = X[:, 5], 0
+    V = gep.orthonormal(X)
+    torch.testing.assert_close(V.mT @ V, torch.eye(12, dtype=torch.float64), atol=1e-12, rtol=0)
+    columns = X / X.norm(dim=0).clamp(min=1e-300)
+    torch.testing.assert_close(V @ (V.mT @ columns), columns, atol=1e-10, rtol=0)  # they span what was given

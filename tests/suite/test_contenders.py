@@ -89,3 +89,31 @@ def test_unknown_contenders_and_impossible_numbers_are_errors():
 def test_peak_memory_of_gep_is_measured_in_a_process_of_its_own(capsys):
     command.bench([*FAST[:-2], "--quiet", "--contenders", "gep", "--json"])
     assert json.loads(capsys.readouterr().out)["models"]["small"]["contenders"]["gep"]["peak_mib"] > 0
+
+
+def test_opacus_loops_scaling_and_what_is_done_once(monkeypatch, capsys):
+    """All options at once, with sweeps of two values each: every number is there, in the JSON and in the table."""
+    sweeps = {"batch": (2, 4), "width": (1, 2), "public": (50, 60), "K": (1, 2), "t_cur": (1, 2)}
+    monkeypatch.setattr(bench, "SWEEPS", sweeps)
+    arguments = ["--quick", "--opacus", "--scaling", "--batch", "6", "--repeats", "1", "--public", "60",
+                 "--threads", "1", "--quiet"]
+    reports = []
+    table = bench.bench_text
+    monkeypatch.setattr(bench, "bench_text", lambda report: reports.append(report) or table(report))
+    assert command.bench(arguments) == 0
+    text, (report,) = capsys.readouterr().out, reports
+    rows = report["models"]["small"]["contenders"]
+    assert set(rows) == {*bench.QUICK_CONTENDERS, "opacus-dpngd"}
+    assert report["ratio"]["small"]["opacus_dpngd_over_opacus_hooks"] == pytest.approx(
+        rows["opacus-dpngd"]["median"] / rows["opacus-hooks"]["median"])
+    assert "opacus_dpngd_over_dp_sgd" not in report["ratio"]["small"]
+    assert set(report["scaling"]) == set(bench.SWEEPS)
+    assert all(f"{what}: exponent" in text for what in bench.SWEEPS)
+    assert set(report["once"]["runs_per_hour"]) == {"dp-sgd", "gep", "dp-ngd"}
+    assert report["once"]["calibrate"] > 0
+    assert report["once"]["start"] > 0
+    assert "runs per hour: dp-sgd" in text
+
+
+def test_the_exponent_of_a_power_is_found():
+    assert bench.exponent((1, 2, 8), (3.0, 3 * 2**0.7, 3 * 8**0.7)) == pytest.approx(0.7)
