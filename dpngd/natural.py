@@ -15,7 +15,8 @@ estimate comes from private data (`dpngd.methods.private_curvature`), the estima
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -69,6 +70,14 @@ class Natural:
     def diagnose(self) -> dict[str, float]:
         """The floor and the share of eigenvalues on it. Public, as F is."""
         return {"lambda_t": self.geometry.lambda_t * self.unit, "clamped_share": self.geometry.clamped_share()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """F: all that lasts from one step to the next. F~ follows from it and t."""
+        return {"F": None if self.F is None else [vars(layer) for layer in self.F]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.F = None if state["F"] is None else [LayerCurvature(**layer) for layer in state["F"]]
+        self._start = None
 
 
 def public_clip(per_sample: PerSample, geometry: Geometry, x: Tensor, ratio: float, labels: Generator) -> float:

@@ -28,7 +28,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -87,6 +88,17 @@ class SeededNoise:
     def __call__(self, like: Tensor, std: float) -> Tensor:
         xi = torch.from_numpy(self._generator.standard_normal(tuple(like.shape)).reshape(like.shape))
         return xi.mul_(std).to(like)  # drawn on the CPU: a GPU gets the same numbers
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the stream, as plain numbers."""
+        state = self._generator.bit_generator.state
+        return {**state, "state": {name: words.tolist() for name, words in state["state"].items()},
+                "buffer": state["buffer"].tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        arrays = {name: np.array(words, np.uint64) for name, words in state["state"].items()}
+        self._generator.bit_generator.state = {**state, "state": arrays,
+                                               "buffer": np.array(state["buffer"], np.uint64)}
 
 
 def seeded_noise(seed: int, name: str = "noise") -> SeededNoise:

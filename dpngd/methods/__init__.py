@@ -147,6 +147,9 @@ class Built:
     diagnose: Callable[[], dict[str, float]] = dict
     noise_kl: Callable[[], float] | None = None  # the KL divergence that the coming step's noise causes at s = 1
     steps: Steps | None = None  # how far to go; None takes what the config says (`build`)
+    held: dict[str, Any] | None = None
+    """What `prepare` changes, by name: objects with state_dict and load_state_dict, and generators that it draws from.
+    {} for a method that holds nothing; None, where a builder does not say, makes its runs impossible to resume."""
 
 
 def plan(config: Any, q: float, N: int) -> list[Spend]:

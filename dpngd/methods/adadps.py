@@ -10,6 +10,8 @@ and with the same labels: its strong version.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,8 @@ def build(setting: Setting) -> Built:
     def refresh() -> None:
         geometry.set(second_moment(plain, setting.public, sampled_labels(plain.model, setting.public, labels)))
 
-    return Built(geometry, GaussianMechanism((c.C,), setting.spends[0].sigma, c.B), every(c.T_cur, refresh))
+    return Built(geometry, GaussianMechanism((c.C,), setting.spends[0].sigma, c.B), every(c.T_cur, refresh),
+                 held={"scale": geometry, "labels": labels})
 
 
 class Diagonal:
@@ -47,6 +50,12 @@ class Diagonal:
     def set(self, second_moment: Blocks) -> None:
         """Fix L from public E[g^2]."""
         self.scale = [1 / (v.sqrt() + self.e) for v in second_moment]
+
+    def state_dict(self) -> dict[str, Blocks]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: Mapping[str, Blocks]) -> None:
+        self.scale = state["scale"]
 
     def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
         norms = torch.stack([x.diagonal_sq_norms(s.square()) for x, s in zip(g.layers, self.scale, strict=True)])

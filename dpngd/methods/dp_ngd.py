@@ -28,8 +28,8 @@ def build(setting: Setting) -> Built:
     generator = None if labels == "exact" else stream(setting.config.seed, "labels")
     # Above a floor, directions of zero curvature need no eigenvectors; without one, or in a factor of its own, they do.
     span = setting.method.clamp == "product" and setting.method.floor != "none"
-    return whitened(setting, KFAC(setting.per_sample.model, setting.public, labels=labels, generator=generator,
-                                  span=span))
+    kfac = KFAC(setting.per_sample.model, setting.public, labels=labels, generator=generator, span=span)
+    return whitened(setting, kfac, {} if generator is None else {"labels": generator})
 
 
 def build_kl(setting: Setting) -> Built:
@@ -40,7 +40,8 @@ def build_kl(setting: Setting) -> Built:
     The length of a step is post-processing (`dpngd.steps`). For the rest, see `build`.
     """
     m, c, model = setting.method, setting.config, setting.per_sample.model
-    kfac = KFAC(model, setting.public, labels=m.labels, generator=stream(c.seed, "labels"))
+    labels = stream(c.seed, "labels")
+    kfac = KFAC(model, setting.public, labels=m.labels, generator=labels)
     F = kfac()
     floor = (NoFloor() if m.floor == "none" else
              dynamic_floor(AUTO, c.T, T1=c.T1, p=c.p, curvature=lambda: F, share=c.floor_rank))
@@ -51,7 +52,8 @@ def build_kl(setting: Setting) -> Built:
                     stream(c.seed, "clip"))
     mechanism = GaussianMechanism((C,), setting.spends[0].sigma, c.B)
     diagnose = dict if m.left == m.right == 0 else natural.diagnose  # F is no part of a control without whitening
-    return Built(natural.geometry, mechanism, natural.prepare, diagnose, noise_kl(mechanism, natural))
+    return Built(natural.geometry, mechanism, natural.prepare, diagnose, noise_kl(mechanism, natural),
+                 held={"natural": natural, "labels": labels})
 
 
 def noise_kl(mechanism: GaussianMechanism, natural: Natural) -> Callable[[], float]:
@@ -59,13 +61,13 @@ def noise_kl(mechanism: GaussianMechanism, natural: Natural) -> Callable[[], flo
     return lambda: (mechanism.noise_std[0] / mechanism.B) ** 2 / 2 * natural.noise_energy()
 
 
-def whitened(setting: Setting, estimate: Estimate) -> Built:
-    """The method's geometry around an estimate of F."""
+def whitened(setting: Setting, estimate: Estimate, held: dict[str, Any]) -> Built:
+    """The method's geometry around an estimate of F, which draws from the sources in `held`."""
     m, c = setting.method, setting.config
     natural = Natural(estimate, floor_of(m.floor, c), c.T_cur, geometry=Kronecker(m.left, m.right, m.clamp),
                       dtype=setting.per_sample.zeros()[0].dtype)
     mechanism = GaussianMechanism((c.C,), setting.spends[0].sigma, c.B)
-    return Built(natural.geometry, mechanism, natural.prepare, natural.diagnose)
+    return Built(natural.geometry, mechanism, natural.prepare, natural.diagnose, held={"natural": natural, **held})
 
 
 def floor_of(kind: str, c: Any) -> Floor:

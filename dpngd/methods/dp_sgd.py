@@ -14,4 +14,4 @@ def build(setting: Setting) -> Built:
     DP-SGD-PT depends on public images only, so it costs nothing.
     """
     c = setting.config
-    return Built(Euclidean(), GaussianMechanism((c.C,), setting.spends[0].sigma, c.B))
+    return Built(Euclidean(), GaussianMechanism((c.C,), setting.spends[0].sigma, c.B), held={})

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import psutil
 import scipy.linalg
@@ -52,7 +54,8 @@ def build(setting: Setting) -> Built:
     def refresh() -> None:
         geometry.set(*principal_basis(plain, setting.public, y, c.gep_directions))
 
-    return Built(geometry, GaussianMechanism((c.C0, c.C1), setting.spends[0].sigma, c.B), every(c.T_cur, refresh))
+    return Built(geometry, GaussianMechanism((c.C0, c.C1), setting.spends[0].sigma, c.B), every(c.T_cur, refresh),
+                 held={"basis": geometry})
 
 
 def flatten(blocks: Blocks) -> Tensor:
@@ -77,6 +80,12 @@ class Subspace:
     def set(self, bounds: list[tuple[int, int]], bases: list[Tensor]) -> None:
         """Fix V: group j of the flat vector is [lo, hi), its basis (hi - lo, k_j) orthonormal."""
         self.bounds, self.bases = bounds, bases
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bounds": self.bounds, "bases": self.bases}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.set(state["bounds"], state["bases"])
 
     def embed(self, flat: Tensor) -> Tensor:
         """V' g for g (..., d): (..., k)."""

@@ -46,10 +46,9 @@ def build(setting: Setting) -> Built:
     """
     c, (_, paid) = setting.config, setting.spends
     private = PerSample(setting.per_sample.model, K=c.K, check=False)
-    noise = setting.noise or partial(seeded_noise, c.seed)
-    noisy = PrivateKFAC(private, setting.shape, c.curvature_C, paid.sigma, c.B, labels=stream(c.seed, "labels"),
-                        noise=noise("curvature-noise"))
-    return whitened(setting, lambda: noisy(setting.draw()))
+    labels, noise = stream(c.seed, "labels"), (setting.noise or partial(seeded_noise, c.seed))("curvature-noise")
+    noisy = PrivateKFAC(private, setting.shape, c.curvature_C, paid.sigma, c.B, labels=labels, noise=noise)
+    return whitened(setting, lambda: noisy(setting.draw()), {"labels": labels, "curvature-noise": noise})
 
 
 class Gram:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CELL = {"method": "dp-ngd", "data": "digits", "epsilon": 2.0, "seed": 0}
 """What a run is of when nothing is given; every other setting is the profile's for that method and data set."""
+EVERY = 50
 KINDS = {"int": int, "float": float, "str": str}
 
 
@@ -34,17 +35,33 @@ def parse(argv: list[str] | None) -> tuple[RunConfig, argparse.Namespace]:
     p.add_argument("--threads", metavar="int", type=int, help="torch threads")
     p.add_argument("--release", metavar="OUT", help="train with secret noise and batches, and write weights and model "
                    "card into the new folder OUT; nothing else is told of the private data, no accuracy either")
+    p.add_argument("--checkpoint", metavar="DIR", help="keep the run's state in DIR: the same command started again "
+                   "goes on from there")
+    p.add_argument("--every", metavar="int", type=int, help=f"steps from one checkpoint to the next (default {EVERY})")
     p.add_argument("--json", action="store_true", help="print the whole record as JSON (of a release, its card)")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     args = p.parse_args(argv)
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads is {args.threads}: it must be at least 1")
+    check_checkpoint(args)
     config = with_defaults(given(args), args.profile)
     if args.release is not None:
         from dpngd.training.release import check_place
 
         check_place(args.release)
     return config, args
+
+
+def check_checkpoint(args: argparse.Namespace) -> None:
+    """--checkpoint and --every, before anything is computed."""
+    if args.checkpoint is None:
+        if args.every is not None:
+            raise UsageError("--every is for checkpoints: give --checkpoint DIR too")
+    elif args.release is not None:
+        raise UsageError("--checkpoint beside --release: a release's noise cannot be drawn again, so a resumed run "
+                         "would spend more than its budget; leave --checkpoint out")
+    elif args.every is not None and args.every < 1:
+        raise UsageError(f"--every is {args.every}: it must be at least 1")
 
 
 def add_fields(p: Parser) -> None:
@@ -137,7 +154,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def progress(step: int, loss: float, epsilon) -> None:
         if "bar" not in shown:  # with the first step: what is wrong before it is one line, without a bar
-            shown["bar"] = bars.enter_context(tqdm(total=config.T, file=sys.stderr, disable=args.quiet, unit="step"))
+            shown["bar"] = bars.enter_context(tqdm(total=config.T, initial=step - 1, file=sys.stderr,
+                                                   disable=args.quiet, unit="step"))
         if not args.release:  # a loss is private
             shown["loss"] = f"{loss:.3f}"
         if step in marks and not args.quiet:  # an accountant takes a moment: ten times per run
@@ -152,7 +170,12 @@ def main(argv: list[str] | None = None) -> int:
             card = release(config, args.release, progress=progress)
         print(json.dumps(card, allow_nan=False) if args.json else told(card, args.release))
         return 0
+    checkpoint = None
+    if args.checkpoint is not None:
+        from dpngd.training.checkpoint import Checkpoint
+
+        checkpoint = Checkpoint(args.checkpoint, args.every or EVERY)
     with bars:
-        record = run(config, progress=progress)
+        record = run(config, progress=progress, checkpoint=checkpoint)
     print(json.dumps(record.to_dict(), allow_nan=False) if args.json else summary(record))
     return 0

@@ -6,7 +6,8 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from dpngd.training.recipe import to_float
 from dpngd.training.record import Record, where
 
 QUANTILES = (0.1, 0.5, 0.9)
+NOTED = ("status", "losses", "clipped", "weights", "nonfinite", "evaluations", "along")
+"""What a log adds to along a run."""
 
 
 class Clock:
@@ -52,6 +55,15 @@ class Clock:
             self._switch()
             self._open.pop()
 
+    def state_dict(self) -> dict[str, float]:
+        self._switch()
+        return dict(self.seconds)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Add the seconds of the processes before this one."""
+        for name, seconds in state.items():
+            self.seconds[name] += seconds
+
     def _switch(self) -> None:
         now = time.perf_counter()
         self.seconds[self._open[-1]] += now - self._since
@@ -71,6 +83,13 @@ class Log:
         self.evaluations: list[dict] = []
         self.along: list[dict] = []
         self._marks = {round(config.T * (i + 1) / config.evals) for i in range(config.evals)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in NOTED}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in NOTED:
+            setattr(self, name, state[name])
 
     @property
     def steps(self) -> int:

@@ -11,7 +11,7 @@ With noise="secret" batches and noise come from the operating system's entropy (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +26,7 @@ from dpngd.methods import Setting, build, method, plan
 from dpngd.noise import Noise, SecretNoise, secret_uniform, seeded_noise, stream
 from dpngd.sampling import PoissonSampler
 from dpngd.training import models
+from dpngd.training.checkpoint import Checkpoint
 from dpngd.training.config import RunConfig
 from dpngd.training.log import Clock, Log, Sealed
 from dpngd.training.parallel import Workers
@@ -53,23 +54,27 @@ class Trained:
 
 
 def run(config: RunConfig, *, noise: str = "seeded", progress: Progress | None = None, views: int | None = None,
-        device: str | torch.device | None = None) -> Record:
+        device: str | torch.device | None = None, checkpoint: Checkpoint | None = None) -> Record:
     """Train as the config says and report. The same config gives the same facts, bit for bit, on one machine.
 
     `noise` is "seeded", a simulation, or "secret": then batches and noise are never the same again, and the record
     holds nothing that the guarantee does not cover (no losses, norms, accuracies). `device` is a GPU where there is
     one. `views` is how many images are worked on at once: a matter of memory, not of results. Seeded random numbers are
-    drawn on the CPU, so the device does not change them.
+    drawn on the CPU, so the device does not change them. With a `checkpoint` the run goes on from where an earlier
+    process left it, and keeps its own state there (`dpngd.training.checkpoint`); not with secret noise.
     """
-    return train(config, noise=noise, progress=progress, views=views, device=device).record
+    return train(config, noise=noise, progress=progress, views=views, device=device, checkpoint=checkpoint).record
 
 
 def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None = None, views: int | None = None,
-          device: str | torch.device | None = None) -> Trained:
+          device: str | torch.device | None = None, checkpoint: Checkpoint | None = None) -> Trained:
     """As `run`, with the model."""
     if noise not in NOISES:
         raise unknown("noise", noise, NOISES)
     secret = noise == "secret"
+    if secret and checkpoint:
+        raise UsageError("a release has no checkpoints: its noise cannot be drawn again, so a resumed run would spend "
+                         "more than its budget; leave the checkpoint out")
     noise_of: Callable[[str], Noise] = (lambda name: SecretNoise()) if secret else partial(seeded_noise, config.seed)
     clock = Clock()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -84,13 +89,18 @@ def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None
         model = initial_model(config, private, public, images).to(device)
         per_sample = PerSample(model, K=config.K)
         workers = Workers(per_sample, torch.get_num_threads() if device.type == "cpu" else 1)
-        built = build(Setting(config, per_sample, spends, private.shape, images,
-                              Batches(private, config, views, device, purpose="curvature-", secret=secret).draw,
-                              noise_of))
+        apart = Batches(private, config, views, device, purpose="curvature-", secret=secret)
+        built = build(Setting(config, per_sample, spends, private.shape, images, apart.draw, noise_of))
         ema, log = EMA(model, config.ema), (Sealed if secret else Log)(config, model, built)
         xi = noise_of("noise")
+        start = 0
+        if checkpoint:
+            held = None if built.held is None else {
+                "weights": model, "average": ema, "batches": batches, "curvature batches": apart, "noise": xi,
+                "steps": built.steps, "log": log, "clock": clock, **built.held}
+            start = checkpoint.resume(config, held, device, [part.digest for part in (private, public) if part])
 
-    for t in range(config.T):
+    for t in range(start, config.T):
         try:
             with clock.phase("curvature"):
                 built.prepare(t)  # Modules 1 and 2: the geometry is fixed before the batch is drawn
@@ -117,6 +127,8 @@ def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None
                 log.evaluate(private.x_test, private.y_test)
         if log.status == "diverged":
             break
+        if checkpoint:
+            checkpoint.after(t + 1)
     record = log.record(private, public, spends, q, clock)
     ema.keep()
     return Trained(record, model)
@@ -165,6 +177,14 @@ class Batches:
         self.sampler = PoissonSampler(private.N, config.B, source)
         self.augmentation = stream(config.seed, f"{purpose}augmentation")
         self.rule = views_of(config.data) if config.augment else None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The positions of the two streams of a seeded run."""
+        return {"sampling": self.sampler.source.get_state(), "augmentation": self.augmentation.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.sampler.source.set_state(state["sampling"])
+        self.augmentation.set_state(state["augmentation"])
 
     def draw(self) -> Iterator[tuple[Tensor, Tensor]]:
         """One batch: x (b*K, C, H, W) float, y (b,), a micro-batch at a time."""
