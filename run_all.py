@@ -4,6 +4,7 @@
     python run_all.py --profile cpu            redraw the shipped results; nothing is trained
     python run_all.py --profile cpu --train    go on with the runs that are still missing (hours; resumable)
     python run_all.py --profile cpu --export   ship what was trained: results/cpu.jsonl
+    python run_all.py --profile paper --shard 2/8   train the second of eight parts of the runs, and no more
     python run_all.py --profile paper --list   what the paper's setting would take
 
 Results land in figures/<profile>/. Started again after an interruption, it goes on where it was.

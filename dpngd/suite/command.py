@@ -14,6 +14,8 @@ from pathlib import Path
 
 from dpngd.errors import Parser, UsageError
 
+SHARD = ("train part I of N of the missing runs and nothing else (1/8 to 8/8 on eight machines); once all parts are "
+         "done, the command without it goes on")
 PROFILE = "a profile, params/<profile>.yaml: quick, cpu or paper, or one of your own"
 
 
@@ -30,6 +32,7 @@ def run_arguments(argv: list[str] | None = None, prog: str = "dpngd run") -> arg
     p.add_argument("--profile", default="quick", help=f"{PROFILE} (default quick)")
     p.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="some notebooks only, by name or number")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs and notebooks at a time (default: the cores)")
+    p.add_argument("--shard", metavar="I/N", help=SHARD)
     p.add_argument("--train", action="store_true", help="train missing runs even where the profile ships results")
     p.add_argument("--refresh", action="store_true", help="forget stored and shipped runs, and train all of them")
     p.add_argument("--list", action="store_true", help="show runs, sigmas, steps and hours; train nothing")
@@ -43,6 +46,11 @@ def run_arguments(argv: list[str] | None = None, prog: str = "dpngd run") -> arg
     args = p.parse_args(argv)
     need_checkout(prog)
     at_least_1("--jobs", args.jobs)
+    check_shard(args.shard)
+    for option in ("refresh", "export"):
+        if args.shard and getattr(args, option):
+            raise UsageError(f"--{option} beside --shard: --{option} is of all runs; give it alone, before or after "
+                             "the shards")
     if not args.timeout > 0:
         raise UsageError(f"--timeout is {args.timeout:g}: it must be above 0 seconds")
     from dpngd.suite import profiles
@@ -56,10 +64,14 @@ def tune(argv: list[str] | None = None) -> int:
                                               "what won to params/tuned/<profile>.yaml.")
     p.add_argument("profile", help=PROFILE)
     p.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
+    p.add_argument("--shard", metavar="I/N", help=SHARD)
     p.add_argument("--show", action="store_true", help="run and write nothing, show what won so far")
     args = p.parse_args(argv)
     need_checkout("dpngd tune")
     at_least_1("--jobs", args.jobs)
+    check_shard(args.shard)
+    if args.shard and args.show:
+        raise UsageError("--show beside --shard: a shard trains, and --show does not; give one of them")
     from dpngd.suite import profiles
 
     profiles.load(args.profile)
@@ -185,6 +197,14 @@ def need_checkout(command: str) -> None:
 def at_least_1(option: str, value: int | None) -> None:
     if value is None or value < 1:
         raise UsageError(f"{option} is {value}: it must be at least 1")
+
+
+def check_shard(part: str | None) -> None:
+    """An error for a --shard that is not I/N."""
+    if part is not None:
+        from dpngd.suite.sweep import shard_numbers
+
+        shard_numbers(part)
 
 
 def swept(main: Callable[[], int]) -> int:

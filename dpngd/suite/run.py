@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ from dpngd.suite.profiles import Profile
 from dpngd.suite.store import Store
 from dpngd.suite.study import ARTIFACTS, CHOICES, PARAMETERS, configs
 from dpngd.training.config import RunConfig
+
+Wanted = dict[str, dict[str, list[RunConfig]]]
+"""Notebook -> artifact -> its runs."""
+
+
+def runs_of(wanted: Wanted) -> list[RunConfig]:
+    """All runs of some notebooks, each once."""
+    return list({c.key(): c for groups in wanted.values() for group in groups.values() for c in group}.values())
 
 
 def check(args: argparse.Namespace) -> argparse.Namespace:
@@ -65,6 +74,10 @@ def main(args: argparse.Namespace) -> int:
     args = check(args)
     wanted = {name: configs(name, args.profile, **args.params) for name in args.only}
     if args.list:
+        if args.shard:
+            mine = {c.key() for c in sweep.shard(runs_of(wanted), args.shard)}
+            wanted = {name: {artifact: [c for c in group if c.key() in mine] for artifact, group in groups.items()}
+                      for name, groups in wanted.items()}
         print(listing(args.profile, wanted, Store(args.profile.name)))
         return 0
     if args.export:
@@ -72,8 +85,10 @@ def main(args: argparse.Namespace) -> int:
         return 0
     started = time.perf_counter()
     store = prepare_store(args)
+    if args.shard:
+        return train_shard(wanted, store, args)
     train = args.train or args.refresh or not store.shipped_path.exists()
-    failures = train_missing(wanted, store, args.jobs) if train else []
+    failures = train_missing(runs_of(wanted), store, args.jobs, args.profile) if train else []
     outcomes = run_notebooks(args)
     failures += [f"{o.notebook}: {o.error}" for o in outcomes if o.error]
     try:
@@ -107,11 +122,22 @@ def prepare_store(args: argparse.Namespace) -> Store:
     return store
 
 
-def train_missing(wanted: dict[str, dict[str, list[RunConfig]]], store: Store, jobs: int) -> list[str]:
+def train_shard(wanted: Wanted, store: Store, args: argparse.Namespace) -> int:
+    """Train one part of the plan, and no more: the notebooks need all of it."""
+    mine = sweep.shard(runs_of(wanted), args.shard)
+    failures = train_missing(mine, store, args.jobs, args.profile)
+    done = sum(store.get(c) is not None for c in mine)
+    print(f"shard {args.shard}: {done} of its {len(mine)} runs are stored; when all shards have ended, run the same "
+          "command without --shard for the notebooks")
+    for failure in failures:
+        print(f"FAILED {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def train_missing(runs: Iterable[RunConfig], store: Store, jobs: int, profile: Profile) -> list[str]:
     """Train what the notebooks will ask for; the failures, in words."""
-    runs = {c.key(): c for groups in wanted.values() for group in groups.values() for c in group}
     try:
-        sweep.ensure(runs.values(), store=store, jobs=jobs)
+        sweep.ensure(runs, store=store, jobs=jobs, seconds=profile.seconds)
     except sweep.SweepError as error:
         return str(error).splitlines()
     return []
@@ -146,12 +172,9 @@ def relative(path: Path) -> str:
 
 # ---- `--list`: what a profile would run, before anything is trained --------------------------------------------------
 
-Wanted = dict[str, dict[str, list[RunConfig]]]
-
-
 def listing(profile: Profile, wanted: Wanted, store: Store) -> str:
     """Runs by notebook; then every kind of run with its noise, steps and expected hours."""
-    runs = {c.key(): c for groups in wanted.values() for group in groups.values() for c in group}
+    runs = {c.key(): c for c in runs_of(wanted)}
     done = {key for key, c in runs.items() if store.get(c) is not None}
     lines = [f"profile {profile.name}: {profile.about}", "",
              f"{'notebook':32}{'artifact':22}{'runs':>6}{'stored':>8}{'hours':>10}"]

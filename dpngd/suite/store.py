@@ -3,6 +3,7 @@
     results/<profile>.jsonl        shipped records, one per line, read first
     .store/<profile>/<key>.json    records computed here (the root is DPNGD_STORE, where that is set)
     .store/<profile>/<key>.lock    held by the process that is computing the run
+    .store/<profile>/<key>.ckpt/   the state of a long run that was interrupted, or is being computed
 
 An entry is the record as plain JSON with a checksum of itself. Entries are written whole or not at all, so
 a process may be killed at any moment; one that was damaged afterwards is named, counts as missing, and is set
@@ -21,6 +22,7 @@ import logging
 import numbers
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -154,6 +156,10 @@ class Store:
         """Where the record of a run computed here lies."""
         return self.folder / f"{key}.json"
 
+    def checkpoint(self, key: str) -> Path:
+        """The folder for the checkpoint of a run that is being computed here."""
+        return self.folder / f"{key}.ckpt"
+
     def records(self) -> list[dict]:
         """Every record there is, one computed here before a shipped one, sorted by config (never by time)."""
         found = self._read_shipped()
@@ -172,10 +178,12 @@ class Store:
         return self.shipped_path
 
     def clear(self) -> int:
-        """Forget the records computed here (not the shipped ones); how many there were."""
+        """Forget the records computed here (not the shipped ones), and runs half done; how many records there were."""
         paths = list(self.folder.glob("*.json"))
         for path in paths:
             path.unlink(missing_ok=True)
+        for folder in self.folder.glob("*.ckpt"):
+            shutil.rmtree(folder, ignore_errors=True)
         return len(paths)
 
     @contextlib.contextmanager

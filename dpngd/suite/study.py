@@ -126,7 +126,7 @@ class Study:
         missing = sum(self.store.get(c) is None for c in wanted)
         print(f"{len(wanted)} runs, {missing} of them missing" + ("" if self.train or not missing else ": not trained"))
         if self.train and missing:
-            sweep.ensure(wanted, store=self.store, jobs=self.jobs)
+            sweep.ensure(wanted, store=self.store, jobs=self.jobs, seconds=self.profile.seconds)
         self.runs = {a: Runs.of(group, map(self.store.get, group)) for a, group in self.configs.items()}
 
     def measure(self) -> Theory:

@@ -4,19 +4,27 @@
 
 A task claims a run in the store, computes it and stores it; only then is it done. So a sweep that was ended
 by Ctrl-C or by kill -9 goes on where it was when started again, and two sweeps over the same runs share them.
+A run that is expected to take longer than LONG keeps a checkpoint beside its place in the store
+(`dpngd.training.checkpoint`), about every BETWEEN seconds, until its record is there.
+
+    mine = shard(configs, "2/8")
+
+is one of eight parts of a plan, for eight machines that share a store or bring their records together later.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
+import shutil
 import sys
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -25,8 +33,13 @@ from dpngd.suite.executors import Executor, Inline, Outcome, Outcomes, Processes
 from dpngd.suite.store import Store
 from dpngd.training.config import RunConfig
 
+if TYPE_CHECKING:
+    from dpngd.training.checkpoint import Checkpoint
+
 Run = Callable[[RunConfig], Any]
 POLL = 0.5  # seconds between two looks at a run that another process is computing
+LONG = 600.0  # seconds: runs expected to take longer keep a checkpoint
+BETWEEN = 300.0  # seconds from one checkpoint to the next, as expected
 
 
 class SweepError(RuntimeError):
@@ -51,11 +64,14 @@ def ensure(
     jobs: int = 2,
     run: Run | None = None,
     executor: Executor | None = None,
+    seconds: Callable[[RunConfig], float] | None = None,
 ) -> list[dict]:
     """The records of `configs`, in their order, after computing the missing ones.
 
     `run` is `dpngd.training.train.run` unless given. With one job the runs are computed in this process, with more in
     workers of one thread each, or else wherever `executor` puts them. Raises SweepError at the very end.
+    `seconds` says how long a run is expected to take (`Profile.seconds`): long ones keep checkpoints, unless `run` is
+    the caller's own.
     """
     if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
         raise UsageError(f"jobs = {jobs!r}: must be a whole number from 1")
@@ -64,12 +80,41 @@ def ensure(
     records = {key: store.get(config) for key, config in unique.items()}
     missing = in_turns([config for key, config in unique.items() if records[key] is None])
     if missing:
-        _compute(missing, store, run, executor or (Inline() if jobs == 1 else Processes(jobs)))
+        every = checkpoint_steps(missing, seconds) if run is None and seconds is not None else {}
+        _compute(missing, store, run, executor or (Inline() if jobs == 1 else Processes(jobs)), every)
         for config in missing:
             records[config.key()] = store.get(config)
             if records[config.key()] is None:
                 raise RuntimeError(f"{config.label()} was computed but its record cannot be read")
     return [records[c.key()] for c in configs]
+
+
+def shard(configs: Iterable[RunConfig], part: str | None) -> list[RunConfig]:
+    """Part "i/n" of a plan, i from 1 to n; all of it where `part` is None.
+
+    The runs are sorted by key and dealt out in turn. So the n parts of one plan are disjoint, together they are the
+    plan, and their sizes differ by at most one. They depend on the plan only, not on what is stored already.
+    """
+    unique = {c.key(): c for c in configs}
+    if part is None:
+        return list(unique.values())
+    i, n = shard_numbers(part)
+    mine = set(sorted(unique)[i - 1 :: n])
+    return [config for key, config in unique.items() if key in mine]
+
+
+def shard_numbers(part: str) -> tuple[int, int]:
+    """i and n of "i/n"."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part, re.ASCII)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise UsageError(f"shard {part!r}: write i/n with i from 1 to n, for example 2/8")
+    return int(found[1]), int(found[2])
+
+
+def checkpoint_steps(configs: Iterable[RunConfig], seconds: Callable[[RunConfig], float]) -> dict[str, int]:
+    """Key of each long run -> steps from one checkpoint to the next."""
+    expected = {config: seconds(config) for config in configs}
+    return {c.key(): max(1, round(c.T * BETWEEN / s)) for c, s in expected.items() if s > LONG}
 
 
 def in_turns(configs: Iterable[RunConfig]) -> list[RunConfig]:
@@ -83,14 +128,15 @@ def in_turns(configs: Iterable[RunConfig]) -> list[RunConfig]:
     return [config for _, config in sorted(numbered, key=lambda pair: pair[0])]
 
 
-def _compute(missing: list[RunConfig], store: Store, run: Run | None, executor: Executor) -> None:
+def _compute(missing: list[RunConfig], store: Store, run: Run | None, executor: Executor,
+             every: Mapping[str, int]) -> None:
     if getattr(run, "__module__", None) == "__main__" and not isinstance(executor, Inline):
         raise UsageError(
             "a run function of a notebook or script cannot be sent to workers: put it in a module"
         )
     store.prepare()
     store.tidy()
-    task, failures = partial(work, run=run, store=store), []
+    task, failures = partial(work, run=run, store=store, every=every), []
     with tqdm(total=len(missing), desc="runs", unit="run", file=sys.stderr, smoothing=0.1) as bar:
         for config, outcome in _until_done(task, missing, store, executor, bar):
             if outcome.status == "failed":
@@ -121,8 +167,11 @@ def _until_done(
         configs += [config for config in waiting if config not in configs]
 
 
-def work(config: RunConfig, *, run: Run | None, store: Store) -> Outcome:
-    """The task of one run: claim it, compute it, store it, in that order, wherever it runs."""
+def work(config: RunConfig, *, run: Run | None, store: Store, every: Mapping[str, int] | None = None) -> Outcome:
+    """The task of one run: claim it, compute it, store it, in that order, wherever it runs.
+
+    `every` has the steps between two checkpoints of long runs, by key. The checkpoint goes once the record is stored.
+    """
     try:
         with store.claim(config.key()) as mine:
             if not mine:
@@ -130,13 +179,23 @@ def work(config: RunConfig, *, run: Run | None, store: Store) -> Outcome:
             if store.get(config) is None:  # another process may have been faster
                 if run is None:
                     from dpngd.training.train import run  # late: redrawing from stored runs needs no torch
+
+                    if every and config.key() in every:
+                        run = partial(run, checkpoint=_checkpoint(store, config.key(), every[config.key()]))
                 record = run(config)
                 if dataclasses.is_dataclass(record) and not isinstance(record, type):
                     record = dataclasses.asdict(record)
                 if not isinstance(record, Mapping):
                     raise UsageError(f"run returned a {type(record).__name__}, not a record")
                 store.put(config, record)
+            shutil.rmtree(store.checkpoint(config.key()), ignore_errors=True)
         return Outcome("stored")
     except Exception as error:
         line = next(iter(str(error).splitlines()), "")
         return Outcome("failed", f"{type(error).__name__}: {line}", traceback.format_exc())
+
+
+def _checkpoint(store: Store, key: str, every: int) -> Checkpoint:
+    from dpngd.training.checkpoint import Checkpoint  # late: it loads torch
+
+    return Checkpoint(store.checkpoint(key), every, automatic=True)

@@ -1,6 +1,7 @@
 """The grid search of a profile: its trials, what won, and the file that every other run takes its rate and steps from.
 
     dpngd tune cpu           # runs the trials that are missing, writes params/tuned/cpu.yaml
+    dpngd tune cpu --shard 2/8    # the second of eight parts of those trials, on a machine of its own
     dpngd tune cpu --show    # what won so far, and which winners lie at the edge of their grid
 
 The trials are on a validation part of the private training set, with seeds that no other run has: the test set chooses
@@ -25,6 +26,7 @@ from dpngd.methods import METHODS
 from dpngd.suite import params, paths, profiles, sweep
 from dpngd.suite.profiles import blocks, place, points
 from dpngd.suite.store import Store
+from dpngd.training.config import RunConfig
 
 Chosen = dict[str, dict[str, Any]]
 
@@ -110,13 +112,26 @@ def write_chosen(profile: str, store: Store) -> Chosen:
     return found
 
 
+def trials(profile: profiles.Profile) -> list[RunConfig]:
+    """The trials of the present round and of those before."""
+    return [c for s in profiles.SEARCHES if s in profile.artifacts for c in profile.configs(s)]
+
+
+def train_shard(profile: str, store: Store, jobs: int, part: str) -> str:
+    """Train one part of the present round's trials. It chooses nothing: that needs the trials of all parts."""
+    loaded = profiles.load(profile)
+    mine = sweep.shard(trials(loaded), part)
+    sweep.ensure(mine, store=store, jobs=jobs, seconds=loaded.seconds)
+    return (f"shard {part}: its {len(mine)} trials are stored; when all shards have ended, `dpngd tune {profile}` "
+            "chooses among them and goes on with the next round")
+
+
 def search(profile: str, store: Store, jobs: int = 2) -> Chosen:
     """All trials, round by round: the methods, their finalists, then the arms from what won for their method."""
     while True:
         before = params.stored_finalists(profile), params.stored_winners(profile)
         loaded = profiles.load(profile)
-        trials = [c for s in profiles.SEARCHES if s in loaded.artifacts for c in loaded.configs(s)]
-        sweep.ensure(trials, store=store, jobs=jobs)
+        sweep.ensure(trials(loaded), store=store, jobs=jobs, seconds=loaded.seconds)
         found = write_chosen(profile, store)
         if (params.stored_finalists(profile), params.stored_winners(profile)) == before:
             return found
@@ -124,6 +139,9 @@ def search(profile: str, store: Store, jobs: int = 2) -> Chosen:
 
 def main(args: argparse.Namespace) -> int:
     """Search, unless only `--show` is asked for, and print what won."""
+    if args.shard:
+        print(train_shard(args.profile, Store(args.profile), args.jobs, args.shard))
+        return 0
     if not args.show:
         search(args.profile, Store(args.profile), args.jobs)
     profile = profiles.load(args.profile)

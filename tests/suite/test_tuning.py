@@ -162,7 +162,7 @@ def test_the_search_goes_on_until_nothing_changes(mine, monkeypatch):
     (paths.PARAMS / "mine.yaml").write_text(REPEATED)
     rounds = []
 
-    def ensure(configs, store, jobs):
+    def ensure(configs, store, jobs, seconds):
         rounds.append(len(configs))
         for config in configs:
             store.put(config, {"accuracy": 0.5 + config.eta / 1000, "status": "ok"})
