@@ -2,7 +2,8 @@
 
     python killed_runs.py FOLDER SEED METHOD T    prints {"killed_after": [steps], "facts": ..., "whole": ...}
 
-The processes are forks of one that has the imports done: five starts cost no more than one.
+The processes are forks of one that has done the imports and the whole run: they start at once, with sigma and data at
+hand.
 """
 
 import json
@@ -46,6 +47,7 @@ def start(config, folder):
 def main(folder, seed, method, T):
     torch.set_num_threads(1)
     config = profiles.load("quick").config(method, "digits", 2.0, 0, T=T, B=64, evals=3, public_size=60, T_cur=3)
+    whole = run(config)
     dice, killed = random.Random(seed), []
     # A random step in each fifth of the run (none in the last steps: the process must still be there), and a random
     # moment after it: inside a step, a refresh or the writing of a checkpoint.
@@ -61,7 +63,7 @@ def main(folder, seed, method, T):
         killed.append(step_of(folder / NAME))
     assert os.waitpid(start(config, folder), 0)[1] == 0
     facts = json.loads((folder / "facts.json").read_text())
-    print(json.dumps({"killed_after": killed, "facts": facts, "whole": run(config).facts()}))
+    print(json.dumps({"killed_after": killed, "facts": facts, "whole": whole.facts()}))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,9 @@ _ = pathlib.Path(os.environ["DPNGD_FIGURES"], "x.json").write_text(json.dumps(tr
     (["--param", "methods=[dp-sdg]"], "unknown method 'dp-sdg': did you mean 'dp-sgd'?"),
     (["--jobs", "0"], "--jobs is 0"),
     (["--timeout", "0"], "--timeout is 0"),
+    (["--shard", "3/2"], "shard '3/2': write i/n with i from 1 to n"),
+    (["--shard", "1/2", "--refresh"], "--refresh beside --shard: --refresh is of all runs"),
+    (["--shard", "1/2", "--export"], "--export beside --shard"),
 ])
 def test_usage_errors_come_before_any_work(argv, message, monkeypatch):
     monkeypatch.setattr(run, "train_missing", lambda *a: pytest.fail("trained"))
@@ -146,6 +149,35 @@ def test_failures_are_collected_and_make_the_exit_code_1(tmp_path, monkeypatch, 
     assert "FAILED 05_wallclock_overhead: KeyError: 'lost'" in said.err
     assert "2 of 9 runs failed" in said.err
     assert "06_hyperparameter_robustness" in said.out
+
+
+def test_a_shard_trains_its_part_and_no_more(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(paths, "STORE", tmp_path / "store")
+    monkeypatch.setenv("DPNGD_REFRESH", "1")  # as if nothing were shipped
+    monkeypatch.setattr(run, "run_notebooks", lambda *a: pytest.fail("a notebook"))
+    trained = []
+
+    def ensure(configs, *, store, jobs, seconds):
+        for c in configs:
+            assert seconds(c) > 0
+            trained.append(c.key())
+            store.put(c, {"status": "ok"})
+
+    monkeypatch.setattr(run.sweep, "ensure", ensure)
+    for part in ("1/3", "2/3", "3/3"):
+        assert command.run(["--only", "01", "02", "--shard", part]) == 0
+        assert f"shard {part}: " in capsys.readouterr().out
+    profile = profiles.load("quick")
+    plan = run.runs_of({name: study.configs(name, profile) for name in ("01_utility_table", "02_convergence_curves")})
+    assert sorted(trained) == sorted(c.key() for c in plan)
+
+
+def test_the_listing_of_a_shard_is_of_its_runs(tmp_path, monkeypatch, capsys):
+    counts = []
+    for part in ([], ["--shard", "1/2"], ["--shard", "2/2"]):
+        assert command.run(["--only", "01", "--list", *part]) == 0
+        counts.append(int(capsys.readouterr().out.splitlines()[-1].split()[0]))
+    assert counts[0] == counts[1] + counts[2] > 0
 
 
 def test_runs_that_do_not_exist_are_not_run(tmp_path, monkeypatch):

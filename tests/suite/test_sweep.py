@@ -12,6 +12,8 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from nbclient import NotebookClient
 from sweep_runs import (
     config,
@@ -29,7 +31,9 @@ from dpngd.suite import sweep
 from dpngd.suite.executors import Outcome
 from dpngd.suite.profiles import load
 from dpngd.suite.store import Store
-from dpngd.suite.sweep import SweepError, ensure
+from dpngd.suite.sweep import SweepError, ensure, shard
+from dpngd.training.checkpoint import Checkpoint
+from dpngd.training.train import run
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -270,3 +274,69 @@ def test_it_works_in_a_notebook_kernel(store):
     printed = "".join(o.text for o in notebook.cells[0].outputs if o.get("name") == "stdout")
     assert json.loads(printed) == [0.0, 0.1, 0.2]
     assert len(started(store)) == 3
+
+
+# ---- Parts of a plan -------------------------------------------------------------------------------------------------
+
+
+@given(seeds=st.lists(st.integers(0, 500), max_size=40), n=st.integers(1, 12), order=st.randoms(use_true_random=False))
+def test_shards_are_a_partition_whatever_the_order(seeds, n, order):
+    plan = [config(seed) for seed in seeds]
+    parts = [shard(plan, f"{i}/{n}") for i in range(1, n + 1)]
+    keys = [c.key() for part in parts for c in part]
+    assert sorted(keys) == sorted({c.key() for c in plan}), "every run once"
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    shuffled = order.sample(plan, len(plan))
+    assert [{c.key() for c in shard(shuffled, f"{i}/{n}")} for i in range(1, n + 1)] == [
+        {c.key() for c in part} for part in parts]
+
+
+def test_shards_do_not_depend_on_what_is_stored(store):
+    plan = configs(9)
+    before = shard(plan, "2/4")
+    for c in plan[:5]:
+        store.put(c, {"status": "ok"})
+    ensure(before, store=store, jobs=1, run=good)
+    assert shard(plan, "2/4") == before
+    assert {c.key() for c in plan[5:] if store.get(c)} == {c.key() for c in before} & {c.key() for c in plan[5:]}
+
+
+@pytest.mark.parametrize("part", ["0/4", "5/4", "1", "1/0", "-1/4", "1/4/2", "a/b", " 1/4", ""])
+def test_a_shard_that_is_none(part):
+    with pytest.raises(UsageError, match="write i/n with i from 1 to n, for example 2/8"):
+        shard(configs(3), part)
+
+
+# ---- Long runs keep a checkpoint -------------------------------------------------------------------------------------
+
+
+def test_only_long_runs_keep_checkpoints_and_about_every_five_minutes():
+    steps = sweep.checkpoint_steps(configs(3), lambda c: (599.0, 1200.0, 1e6)[c.seed])
+    assert steps == {config(1).key(): 10, config(2).key(): 1}  # of 40 steps of 30 s, and of 7 hours
+
+
+def test_a_long_run_goes_on_from_its_checkpoint_which_goes_once_it_is_stored(store):
+    long = config().replace(T=3, B=64, evals=1)
+    folder = store.checkpoint(long.key())
+    before = run(long, checkpoint=Checkpoint(folder, 1))  # killed after its last step, before it was stored
+    (record,) = ensure([long], store=store, jobs=1, seconds=lambda c: 1e4)
+    assert record["seconds"]["gradients"] == before.seconds["gradients"], "no step was done again"
+    assert record["train_loss"] == before.train_loss
+    assert not folder.exists()
+    assert sorted(path.name for path in store.folder.iterdir()) == [f"{long.key()}.json"]
+
+
+def test_a_short_run_keeps_none(store, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "__init__", lambda *a, **k: pytest.fail("a checkpoint"))
+    short = config().replace(T=2, B=64, evals=1)
+    (record,) = ensure([short], store=store, jobs=1, seconds=lambda c: 1.0)
+    assert record["steps"] == 2
+
+
+def test_refreshing_forgets_runs_half_done(store):
+    folder = store.checkpoint(config().key())
+    folder.mkdir(parents=True)
+    (folder / "run.checkpoint").write_bytes(b"state")
+    store.clear()
+    assert not folder.exists()

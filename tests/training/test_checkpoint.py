@@ -138,13 +138,13 @@ def test_every_builder_is_among_them():
 
 
 def test_killed_five_times_at_random_moments(tmp_path):
-    done = subprocess.run([sys.executable, KILLED, tmp_path, "17", "dp-ngd", "48"], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, KILLED, tmp_path, "17", "dp-ngd", "40"], capture_output=True, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert len(told["killed_after"]) == 5
     assert told["killed_after"] == sorted(told["killed_after"])
-    assert told["killed_after"][-1] < 48
+    assert told["killed_after"][-1] < 40
     assert told["facts"] == told["whole"]
 
 
