@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dpngd.errors import UsageError
 from dpngd.layers.base import Layer, register
-from dpngd.layers.forms import Dense
+from dpngd.layers.forms import Dense, weighted_energy
 
 LARGEST = 2**13
 """Rows of a table at most: F's eigenvectors on the input side are held as a V x V matrix in float64."""
@@ -118,6 +118,12 @@ class Rows:
 
     def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
         return ((self.d @ Q_G[0]).mT @ Q_A[0][self.tokens]).unsqueeze(1)
+
+    def projected_energy(self, Q_G: Tensor, Q_A: Tensor, w: Tensor) -> Tensor:
+        return weighted_energy(self.project(Q_G, Q_A), w)
+
+    def projected_terms(self) -> Tensor:
+        return self.terms()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         d = (self.d * c[:, None, None]).flatten(0, 1)
