@@ -23,7 +23,7 @@ from dpngd.layers.base import Layer, register
 from dpngd.layers.forms import Dense, weighted_energy
 
 LARGEST = 2**13
-"""Rows of a table at most: F's eigenvectors on the input side are held as a V x V matrix in float64."""
+"""Rows of a table at most: A and its eigenvectors are V x V matrices in float64, 2.5 GB and 5 s per refresh there."""
 
 
 @register(nn.Embedding)
