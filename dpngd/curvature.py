@@ -80,6 +80,10 @@ def _eigh(M: Tensor) -> tuple[Tensor, Tensor]:
     if not M.isfinite().all():
         raise FloatingPointError("a curvature factor is not finite: training has diverged")
     M = M.double()
+    diagonal = M.diagonal(dim1=-2, dim2=-1)
+    if M.shape[-1] > 1 and torch.equal(M, diagonal.diag_embed()):  # an embedding's A, which may be large
+        values, order = diagonal.sort(dim=-1, descending=True, stable=True)
+        return values.clamp(min=0), torch.eye(M.shape[-1]).to(M)[order].mT
     try:
         values, vectors = torch.linalg.eigh(M)
     except torch.linalg.LinAlgError:

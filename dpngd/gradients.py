@@ -100,7 +100,8 @@ class PerSample:
 
     def __call__(self, x: Tensor, y: Tensor) -> SampleGradients:
         if len(x) == 0:
-            return SampleGradients([Dense(x.new_zeros(0, *layer.shape)) for layer in self.layers], x.new_zeros(0))
+            zeros = self.zeros()  # not of x's dtype: tokens are integers
+            return SampleGradients([Dense(z.expand(0, *z.shape)) for z in zeros], zeros[0].new_zeros(0))
         if len(y) * self.K == len(x) and self.K > 1:
             y = y.repeat_interleave(self.K)
         if len(x) % self.K or len(y) != len(x):
@@ -112,6 +113,10 @@ class PerSample:
 
     def _run(self, x: Tensor, y: Tensor, K: int) -> SampleGradients:
         def build(layer: Layer, a: Tensor, d: Tensor) -> LayerGradient:
+            if d.shape[layer.batch_axis] != len(x):
+                raise UsageError(f"layer {layer.name!r} gives {d.shape[layer.batch_axis]} rows for a batch of "
+                                 f"{len(x)}: the batch must be its output's axis {layer.batch_axis} (batch_first=True; "
+                                 "positions expanded to (batch, time) before an Embedding)")
             return layer.gradient(a, d / K if K > 1 else d, K)
 
         with torch.enable_grad(), Tape(self.model, self.layers, build) as tape:
@@ -121,7 +126,7 @@ class PerSample:
                                  "value per row (reduction='none')")
             tape.backward(losses)
         b = len(x) // K
-        grads = [g if g is not None else Dense(x.new_zeros(b, *layer.shape))  # a layer the loss does not depend on
+        grads = [Dense(layer.like.new_zeros(b, *layer.shape)) if g is None else g  # None: without effect on the loss
                  for layer, g in zip(self.layers, tape.results, strict=True)]
         return SampleGradients(grads, losses.detach().view(b, K).mean(1))
 

@@ -58,6 +58,7 @@ from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpngd import images
@@ -66,7 +67,7 @@ from dpngd.curvature import KFAC, LayerCurvature
 from dpngd.disjoint import overlap
 from dpngd.errors import UsageError
 from dpngd.gradients import Blocks, PerSample, SampleGradients, check_precision
-from dpngd.layers import trainable_layers
+from dpngd.layers import Layer, trainable_layers
 from dpngd.mechanism import GaussianMechanism
 from dpngd.natural import Natural, public_clip
 from dpngd.noise import SecretNoise, TorchNoise, stream
@@ -76,6 +77,8 @@ SMALLEST = 50
 """Public images at least: of fewer the curvature is mostly sampling error."""
 MADE = 500
 """Public images that are made where none are given."""
+CHECKED = 8
+"""Public images on which Opacus's per-sample gradients are compared with ours."""
 CLIP_RATIO = 0.05
 RESOLVED = 1e-10
 """Eigenvalues below this share of the largest are rounding: public images span fewer directions than there are."""
@@ -86,10 +89,11 @@ PLAIN = {"momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "m
 class DPNGD(DPOptimizer):
     """Wraps the DPOptimizer that `PrivacyEngine.make_private` returned; use it in that one's place.
 
-    optimizer    what make_private returned (flat clipping, one device, not ghost mode)
+    optimizer    what make_private returned (flat clipping, one device, grad_sample_mode hooks, functorch or ew)
     module       the model that make_private returned
-    public       at least 50 public images as the model gets them (floats, normalised): a tensor (n, ...), or a loader
-                 whose batches are images or (images, anything). Or the name of images to make for `shape`: "noise" (1/f
+    public       at least 50 public images as the model gets them (floats, normalised), or for a model that starts with
+                 an embedding sequences of tokens (int64): a tensor (n, ...), or a loader whose batches are images or
+                 (images, anything). Or the name of images to make for `shape`: "noise" (1/f
                  noise, the default), "dead-leaves" or "photos"; about zero mean and unit variance
     shape        (C, H, W) of an input, for made images
     lambda_safe  the floor; larger is closer to DP-SGD. "auto" finds it from the curvature of the public images
@@ -115,7 +119,8 @@ class DPNGD(DPOptimizer):
                  kl_radius: float | None = None, probe: int = PROBE, clip_ratio: float | None = CLIP_RATIO):
         if type(optimizer) is not DPOptimizer:
             raise UsageError(f"optimizer is a {type(optimizer).__name__}: DPNGD wraps the DPOptimizer that "
-                             "make_private returns with clipping='flat', grad_sample_mode='hooks' and one process")
+                             "make_private returns with clipping='flat', grad_sample_mode='hooks', 'functorch' or "
+                             "'ew', and one process")
         super().__init__(optimizer.original_optimizer, noise_multiplier=optimizer.noise_multiplier,
                          max_grad_norm=optimizer.max_grad_norm, expected_batch_size=optimizer.expected_batch_size,
                          loss_reduction=optimizer.loss_reduction, generator=optimizer.generator,
@@ -125,6 +130,7 @@ class DPNGD(DPOptimizer):
         model = getattr(module, "_module", module)
         self.layers = trainable_layers(model)
         check_precision(self.layers)
+        check_batch_first(module, self.layers)
         ours = {id(p) for layer in self.layers for p in layer.params().values()}
         if {id(p) for p in self.params} != ours:
             raise UsageError("the optimizer's parameters are not the module's trainable parameters: build the "
@@ -134,9 +140,11 @@ class DPNGD(DPOptimizer):
         if kl_budget is not None:
             check_plain(self.original_optimizer)
         weight = self.layers[0].like
-        x = public_images(made_images(public, shape, seed), private).to(weight)
+        x = public_images(made_images(public, shape, seed), private)
+        x = x.to(weight) if x.is_floating_point() else x.to(weight.device)
         with self._hooks_off():
             check_model(model, x)
+        check_opacus(module, self.layers, x, self._hooks_off)
         self.kfac = KFAC(model, x, labels=labels, generator=stream(seed, "labels") if labels != "exact" else None)
         with self._hooks_off():
             self.steps: Steps | None = None  # None: the wrapped optimizer's own step
@@ -427,16 +435,22 @@ class DPNGD(DPOptimizer):
 
     def _gradients(self) -> SampleGradients:
         """Opacus's p.grad_sample as layers."""
-        layers = []
+        samples: dict[str, Tensor] = {}
         for layer in self.layers:
-            samples = []
-            for p in layer.params().values():
+            for name, p in layer.params().items():
                 _check_processed_flag(p.grad_sample)
-                samples.append(self._get_flat_grad_sample(p).to(p.dtype))
+                samples[name] = self._get_flat_grad_sample(p).to(p.dtype)
                 _mark_as_processed(p.grad_sample)
-            layers.append(layer.join(*samples))
-        losses = samples[0].new_zeros(len(samples[0]))  # Opacus keeps no per-sample losses
-        return SampleGradients(layers, losses)
+        sizes = {name: len(g) for name, g in samples.items()}
+        b = min(sizes.values())
+        if b == 0:  # Opacus gives an embedding one row of zeros for an empty batch
+            samples = {name: g[:0] for name, g in samples.items()}
+        elif max(sizes.values()) != b:
+            most, least = max(sizes, key=sizes.get), min(sizes, key=sizes.get)
+            raise UsageError(f"Opacus has {sizes[most]} per-sample gradients of {most!r} and {b} of {least!r}: every "
+                             "layer must see the batch as the first axis of its input, once per forward pass")
+        layers = [layer.join(*[samples[name] for name in layer.params()]) for layer in self.layers]
+        return SampleGradients(layers, self.layers[0].like.new_zeros(b))  # Opacus keeps no per-sample losses
 
 
 def budget_of(kl_budget: float | str | None, lambda_safe: float | str, kl_radius: float | None,
@@ -491,9 +505,10 @@ def public_images(public: Tensor | Iterable, private: Tensor | Dataset | DataLoa
         if not batches:
             raise UsageError(f"the public loader is empty: curvature needs at least {SMALLEST} images")
         x = torch.cat(batches)
-    if not x.is_floating_point():
+    tokens = x.dtype in (torch.int32, torch.int64)
+    if not (x.is_floating_point() or tokens):
         raise UsageError(f"public images are {str(x.dtype).removeprefix('torch.')}: pass floats as the model gets "
-                         "them, normalised in the same way as the private images")
+                         "them, normalised in the same way as the private images; or tokens as int64")
     if len(x) < SMALLEST:
         raise UsageError(f"there are {len(x)} public images: curvature needs at least {SMALLEST}")
     if not x.isfinite().all():
@@ -503,10 +518,31 @@ def public_images(public: Tensor | Iterable, private: Tensor | Dataset | DataLoa
         if theirs.shape[1:] != x.shape[1:]:
             raise UsageError(f"public images are {tuple(x.shape[1:])}, private ones {tuple(theirs.shape[1:])}: make "
                              "them alike")
-        if (found := overlap(theirs, x)) is not None:
+        if (found := (equal_rows if tokens else overlap)(theirs, x)) is not None and tokens:
+            raise UsageError(f"public sequence {found[1]} is also private sequence {found[0]}: a public set must not "
+                             "hold private data")
+        if found is not None:
             raise UsageError(f"public image {found[1]} is also private image {found[0]} (as it is, mirrored, shifted "
                              "by a pixel or changed in one): a public set must not hold private images")
     return x
+
+
+def equal_rows(private: Tensor, public: Tensor) -> tuple[int, int] | None:
+    """(i, j) of a private row i and a public row j that are equal, or None."""
+    rows = {tuple(row): i for i, row in enumerate(private.flatten(1).tolist())}
+    return next(((rows[tuple(row)], j) for j, row in enumerate(public.flatten(1).tolist()) if tuple(row) in rows), None)
+
+
+def check_batch_first(module: nn.Module, layers: list[Layer]) -> None:
+    """Refuse layers whose batch is not where Opacus looks for it: it would take positions for samples."""
+    if not getattr(module, "batch_first", True):
+        raise UsageError("make_private was called with batch_first=False: samples must be the first axis of every "
+                         "layer's input; pass batch_first=True, and transpose inside the model where needed")
+    for layer in layers:
+        if layer.batch_axis != 0:
+            raise UsageError(f"layer {layer.name!r} ({type(layer.module).__name__}) has the batch in axis "
+                             f"{layer.batch_axis}, where Opacus does not look for it: use add_bias_kv=False, or "
+                             "freeze it with requires_grad_(False)")
 
 
 def check_model(model: nn.Module, x: Tensor) -> None:
@@ -521,6 +557,39 @@ def check_model(model: nn.Module, x: Tensor) -> None:
     per_sample(x[:SMALLEST], torch.arange(min(len(x), SMALLEST), device=x.device) % classes)
     if not per_sample.checked:
         raise UsageError("the model's gradients on public images are not finite: start from finite weights")
+
+
+def check_opacus(module: nn.Module, layers: list[Layer], x: Tensor, hooks_off: Callable) -> None:
+    """Compare Opacus's per-sample gradients of a few public rows with ours, which were checked against autograd.
+
+    Its hooks ignore some options of a layer (padding_mode of a convolution), and a sampler that someone registered may
+    be wrong. What is in p.grad and p.grad_sample stays as it was.
+    """
+    if not module.training or not hasattr(module, "_module"):
+        return  # Opacus computes nothing in evaluation mode
+    x, params = x[:CHECKED], [p for layer in layers for p in layer.params().values()]
+    held = [(p, p.grad, getattr(p, "grad_sample", None)) for p in params]
+    try:
+        for p in params:
+            p.grad = p.grad_sample = None
+        with torch.random.fork_rng(), torch.enable_grad():
+            torch.manual_seed(0)  # the same dropout masks in both passes
+            logits = module(x)
+            y = torch.arange(len(x), device=x.device) % logits.shape[1]
+            cross_entropy(logits, y, reduction=module.loss_reduction).backward()
+            torch.manual_seed(0)
+            with hooks_off():
+                ours = [g.materialise() for g in PerSample(module._module, check=False)(x, y).layers]
+        theirs = [layer.join(*[p.grad_sample for p in layer.params().values()]).materialise() for layer in layers]
+    finally:
+        for p, grad, sample in held:
+            p.grad, p.grad_sample = grad, sample
+    scale = torch.stack([g.flatten(1).norm(dim=1) for g in ours]).norm(dim=0)
+    for layer, g, e in zip(layers, theirs, ours, strict=True):
+        if g.shape != e.shape or ((g - e).flatten(1).norm(dim=1) > 1e-3 * scale + 1e-12).any():
+            raise UsageError(f"Opacus's per-sample gradients of layer {layer.name!r} ({type(layer.module).__name__}) "
+                             "are not autograd's (its hooks ignore padding_mode, for one): pass "
+                             "grad_sample_mode='functorch' to make_private, or change the layer")
 
 
 def _source(data: object) -> tuple[str, int]:

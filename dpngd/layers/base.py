@@ -3,8 +3,8 @@
 A layer is covered when a class is registered for the exact type of its module. The class holds everything that the
 package needs to know of the kind; nothing elsewhere asks what kind a layer is. To add one:
 
-    @register(nn.Conv1d)
-    class Conv1dLayer(Layer):
+    @register(nn.Conv3d)
+    class Conv3dLayer(Layer):
         def __init__(self, name, module):
             super().__init__(name, module)
             self.shape = (R, O, I)
@@ -58,6 +58,9 @@ class Layer:
     """The module's parameters that the kind knows, in the order of the block. The first one must be trained."""
 
     shape: tuple[int, int, int]
+
+    batch_axis: int = 0
+    """The axis of the module's output that counts the rows of the batch."""
 
     def __init__(self, name: str, module: nn.Module):
         self.name, self.module = name, module

@@ -1,4 +1,4 @@
-"""Group norm and layer norm: z = scale * xhat + shift, whose gradient is the single row [d xhat | d]."""
+"""Group norm, layer norm and instance norm: z = scale * xhat + shift, whose gradient is the single row [d xhat | d]."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpngd.errors import UsageError
 from dpngd.layers.base import RowLayer, register
 
 
@@ -81,3 +82,18 @@ class LayerNormLayer(NormLayer):
 
     def scale_and_shift(self, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         return d * F.layer_norm(x, self.module.normalized_shape, None, None, self.module.eps), d
+
+
+@register(nn.InstanceNorm1d, nn.InstanceNorm2d)
+class InstanceNormLayer(NormLayer):
+    """xhat is normalised over the positions of each channel; scale and shift are per channel."""
+
+    def __init__(self, name: str, module: nn.InstanceNorm1d | nn.InstanceNorm2d):
+        super().__init__(name, module)
+        if module.track_running_stats:
+            raise UsageError(f"layer {name!r} ({type(module).__name__}) keeps running statistics, which hold private "
+                             "data outside the guarantee: pass track_running_stats=False")
+
+    def scale_and_shift(self, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        """d * xhat and d, summed over positions."""
+        return (d * F.instance_norm(x, eps=self.module.eps)).flatten(2).sum(2), d.flatten(2).sum(2)

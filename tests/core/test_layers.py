@@ -45,7 +45,11 @@ class ScaleAndPowerLayer(RowLayer):
         return Dense(torch.cat(rows, 1)[:, None, None])
 
 
-class Conv1dLayer(Layer):
+class Conv(nn.Conv1d):
+    """A kind that only the tests register: the exact type of a module counts."""
+
+
+class ConvLayer(Layer):
     """The least that a kind with positions has to say; gradient and moments are inherited."""
 
     def __init__(self, name, module):
@@ -66,14 +70,14 @@ class Conv1dLayer(Layer):
 
 @pytest.fixture(autouse=True)
 def kinds():
-    register(nn.Conv1d)(Conv1dLayer)
+    register(Conv)(ConvLayer)
     register(ScaleAndPower)(ScaleAndPowerLayer)
     yield
-    unregister(nn.Conv1d, ScaleAndPower)
+    unregister(Conv, ScaleAndPower)
 
 
 def network(conv=(2, 4, 3, 2, 1), length=7, **options):
-    conv = nn.Conv1d(*conv, **options)
+    conv = Conv(*conv, **options)
     out = conv(torch.zeros(1, conv.in_channels, length)).flatten(1).shape[1]
     return nn.Sequential(conv, nn.Tanh(), ScaleAndPower(conv.out_channels), nn.Flatten(), nn.Linear(out, CLASSES))
 
@@ -197,16 +201,16 @@ def test_a_kind_is_looked_up_by_its_exact_type():
 
 
 def test_after_unregistering_it_is_refused_again():
-    unregister(nn.Conv1d)
-    with pytest.raises(UsageError, match=r"Conv1d.*not covered.*Linear.*register a class"):
-        trainable_layers(nn.Sequential(nn.Conv1d(1, 1, 1)))
-    register(nn.Conv1d)(Conv1dLayer)
-    assert type(trainable_layers(nn.Conv1d(1, 1, 1))[0]) is Conv1dLayer
+    unregister(Conv)
+    with pytest.raises(UsageError, match=r"Conv.*not covered.*Linear.*register a class"):
+        trainable_layers(nn.Sequential(Conv(1, 1, 1)))
+    register(Conv)(ConvLayer)
+    assert type(trainable_layers(Conv(1, 1, 1))[0]) is ConvLayer
 
 
 def test_a_kind_refuses_what_it_cannot_treat():
     with pytest.raises(UsageError, match="'0': only zero padding"):
-        trainable_layers(nn.Sequential(nn.Conv1d(1, 1, 3, padding="same")))
+        trainable_layers(nn.Sequential(Conv(1, 1, 3, padding="same")))
 
 
 def test_parameters_that_the_kind_does_not_know_are_refused():
@@ -251,9 +255,9 @@ def test_a_class_that_gives_samples_the_gradients_of_others_is_found_out(gradien
 
 
 @pytest.mark.parametrize(("call", "says"), [
-    (lambda: register(nn.Linear)(Conv1dLayer), "Linear already has a layer class, LinearLayer"),
+    (lambda: register(nn.Linear)(ConvLayer), "Linear already has a layer class, LinearLayer"),
     (lambda: register(nn.Bilinear)(nn.Linear), "takes a subclass of dpngd.layers.Layer"),
-    (lambda: register("Bilinear")(Conv1dLayer), "takes the types of modules"),
+    (lambda: register("Bilinear")(ConvLayer), "takes the types of modules"),
     (lambda: unregister(nn.Bilinear), "nothing to unregister"),
 ])
 def test_what_the_registry_refuses(call, says):

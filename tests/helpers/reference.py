@@ -21,6 +21,8 @@ def block(name, module, tensors):
     prefix = f"{name}." if name else ""
     own = [tensors[prefix + n] for n, p in module.named_parameters(recurse=False) if p.requires_grad]
     b = len(own[0])
+    if isinstance(module, nn.Embedding):  # a linear layer of unit vectors: the table transposed
+        return own[0].mT.unsqueeze(1)
     if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
         return torch.cat([t.reshape(b, 1, 1, -1) for t in own], -1)
     R = getattr(module, "groups", 1)
