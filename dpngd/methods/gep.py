@@ -170,6 +170,8 @@ def principal_basis(per_sample: PerSample, x: Tensor, y: Tensor, directions: int
 def gram_vectors(G: Tensor, k: int) -> Tensor:
     """The k leading eigenvectors of G G', (n, k). Where k is a small part of n, only those are computed."""
     gram = (G @ G.mT).double()
+    if not gram.isfinite().all():
+        raise FloatingPointError("the public gradients are not finite: training has diverged")
     n = len(G)
     if 4 * k > n:
         return torch.linalg.eigh(gram).eigenvectors[:, -k:].to(G.dtype)
