@@ -112,15 +112,15 @@ def write_chosen(profile: str, store: Store) -> Chosen:
     return found
 
 
-def trials(profile: profiles.Profile) -> list[RunConfig]:
+def present_trials(profile: profiles.Profile) -> list[RunConfig]:
     """The trials of the present round and of those before."""
     return [c for s in profiles.SEARCHES if s in profile.artifacts for c in profile.configs(s)]
 
 
-def train_shard(profile: str, store: Store, jobs: int, part: str) -> str:
+def train_trials_of_shard(profile: str, store: Store, jobs: int, part: str) -> str:
     """Train one part of the present round's trials. It chooses nothing: that needs the trials of all parts."""
     loaded = profiles.load(profile)
-    mine = sweep.shard(trials(loaded), part)
+    mine = sweep.shard(present_trials(loaded), part)
     sweep.ensure(mine, store=store, jobs=jobs, seconds=loaded.seconds)
     return (f"shard {part}: its {len(mine)} trials are stored; when all shards have ended, `dpngd tune {profile}` "
             "chooses among them and goes on with the next round")
@@ -131,7 +131,7 @@ def search(profile: str, store: Store, jobs: int = 2) -> Chosen:
     while True:
         before = params.stored_finalists(profile), params.stored_winners(profile)
         loaded = profiles.load(profile)
-        sweep.ensure(trials(loaded), store=store, jobs=jobs, seconds=loaded.seconds)
+        sweep.ensure(present_trials(loaded), store=store, jobs=jobs, seconds=loaded.seconds)
         found = write_chosen(profile, store)
         if (params.stored_finalists(profile), params.stored_winners(profile)) == before:
             return found
@@ -140,7 +140,7 @@ def search(profile: str, store: Store, jobs: int = 2) -> Chosen:
 def main(args: argparse.Namespace) -> int:
     """Search, unless only `--show` is asked for, and print what won."""
     if args.shard:
-        print(train_shard(args.profile, Store(args.profile), args.jobs, args.shard))
+        print(train_trials_of_shard(args.profile, Store(args.profile), args.jobs, args.shard))
         return 0
     if not args.show:
         search(args.profile, Store(args.profile), args.jobs)

@@ -178,9 +178,9 @@ def test_the_search_goes_on_until_nothing_changes(mine, monkeypatch):
 def test_shards_of_a_round_are_its_trials_and_choose_nothing(mine, monkeypatch):
     rounds = []
     monkeypatch.setattr(tuning.sweep, "ensure", lambda configs, store, jobs, seconds: rounds.append(configs))
-    told = [tuning.train_shard("mine", mine, 1, f"{i}/4") for i in range(1, 5)]
+    told = [tuning.train_trials_of_shard("mine", mine, 1, f"{i}/4") for i in range(1, 5)]
     keys = [c.key() for part in rounds for c in part]
-    assert sorted(keys) == sorted(c.key() for c in tuning.trials(load("mine")))
+    assert sorted(keys) == sorted(c.key() for c in tuning.present_trials(load("mine")))
     assert told[0].startswith(f"shard 1/4: its {len(rounds[0])} trials are stored; when all shards have ended")
     assert not (paths.PARAMS / "tuned").exists()
 
