@@ -181,13 +181,13 @@ class ViewsApart(PerSample):
 
 
 def half_rate(config: Any, q: float, N: int) -> list:
-    return methods.plan(config, q / 2, N)
+    return methods.spends_of(config, q / 2, N)
 
 
 def half_steps(config: Any, q: float, N: int) -> list:
     short = copy.copy(config)
     short.T = config.T // 2
-    return methods.plan(short, q, N)
+    return methods.spends_of(short, q, N)
 
 
 class FixedSize(PoissonSampler):

@@ -2,7 +2,7 @@
 
 A `Subject` names the parts that make a private run (network, gradients, builder, noise, sampler, plan); the product's
 own are the defaults, and a planted leak replaces one of them. `Subject.start` builds the method as a training run does,
-from a budget (epsilon, delta) through `methods.plan`, and a `Run` makes releases by Algorithm 2.
+from a budget (epsilon, delta) through `methods.spends_of`, and a `Run` makes releases by Algorithm 2.
 
 The spy sits in the geometry: what L gives the mechanism (the exact sums s_j) and what the mechanism hands to R (the
 noisy channels) pass through it. So the audit sees the mechanism from outside, whatever it does in between.
@@ -133,7 +133,7 @@ class Subject:
     build: Callable[[methods.Setting], methods.Built] = methods.build
     noise: Callable[[int], Noise] = seeded_noise
     sampler: Callable[..., PoissonSampler] = PoissonSampler
-    plan: Callable[..., list[Spend]] = methods.plan
+    plan: Callable[..., list[Spend]] = methods.spends_of
     values: dict[str, Any] = field(default_factory=dict)
 
     def config(self, *, epsilon: float, T: int, B: int, K: int = 1, seed: int = 0, **more: Any) -> SimpleNamespace:

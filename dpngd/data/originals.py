@@ -35,7 +35,7 @@ FACE = re.compile(r"(\d{1,3})_([01])_([0-4])_\d+\.jpg(?:\.chip\.jpg)?")
 PATIENCE = 30  # seconds without an answer before a download counts as failed
 
 
-def published(name: str, folder: Path) -> Arrays | None:
+def as_distributed(name: str, folder: Path) -> Arrays | None:
     """CIFAR-10, CIFAR-100 or SVHN from the files (or the archive) that torchvision reads, with its MD5 checks."""
     kind, files, archive = PUBLISHED[name]
     if any((folder / file).exists() for file in files):

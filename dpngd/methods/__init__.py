@@ -152,7 +152,7 @@ class Built:
     {} for a method that holds nothing; None, where a builder does not say, makes its runs impossible to resume."""
 
 
-def plan(config: Any, q: float, N: int) -> list[Spend]:
+def spends_of(config: Any, q: float, N: int) -> list[Spend]:
     """What the budget of a run pays for (`privacy.plan`, with the method's share). Needs no data, only q and N."""
     from dpngd import privacy  # late: it loads torch by way of Opacus
 

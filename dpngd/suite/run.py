@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from dpngd.errors import UsageError, unknown
-from dpngd.methods import plan
+from dpngd.methods import spends_of
 from dpngd.suite import paths, profiles, report, sweep
 from dpngd.suite.execute import Execution, execute
 from dpngd.suite.profiles import Profile
@@ -215,4 +215,4 @@ def noise_of(config: RunConfig) -> tuple[float, str]:
     """q, and the sigma of the gradients as the run will have it."""
     N = config.N - round(config.N * config.validation)
     q = config.B / N
-    return q, f"{plan(config, q, N)[0].sigma:.3f}"
+    return q, f"{spends_of(config, q, N)[0].sigma:.3f}"

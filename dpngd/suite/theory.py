@@ -20,7 +20,7 @@ from dpngd.data import load_private, load_public
 from dpngd.geometry import Kronecker
 from dpngd.gradients import Blocks, PerSample, SampleGradients
 from dpngd.mechanism import GaussianMechanism
-from dpngd.methods import plan
+from dpngd.methods import spends_of
 from dpngd.noise import seeded_noise, stream
 from dpngd.suite.profiles import Profile
 from dpngd.suite.rules import Chi, Theory
@@ -141,7 +141,7 @@ def privacy_rows(profile: Profile, artifact: str = "utility_table", **given) -> 
         if (c.data, c.epsilon, c.method) in rows:
             continue
         q = c.B / c.N
-        spends = plan(c, q, c.N)
+        spends = spends_of(c, q, c.N)
         S = c.C if c.C is not None else math.hypot(c.C0, c.C1)
         rows[c.data, c.epsilon, c.method] = {
             "data": c.data, "epsilon": c.epsilon, "method": c.method, "N": c.N, "B": c.B, "q": q, "T": c.T,

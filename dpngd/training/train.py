@@ -22,7 +22,7 @@ from dpngd import privacy
 from dpngd.data import Private, Public, check_disjoint, load_private, load_public
 from dpngd.errors import UsageError, unknown
 from dpngd.gradients import MICRO_BATCH, PerSample, micro_batch_size
-from dpngd.methods import Setting, build, method, plan
+from dpngd.methods import Setting, build, method, spends_of
 from dpngd.noise import Noise, SecretNoise, secret_uniform, seeded_noise, stream
 from dpngd.sampling import PoissonSampler
 from dpngd.training import models
@@ -84,7 +84,7 @@ def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None
         private, public = load(config)
         batches = Batches(private, config, views, device, secret=secret)
         q, N = batches.sampler.q, batches.sampler.N
-        spends = plan(config, q, N)  # before the model: an impossible budget is an error before anything is computed
+        spends = spends_of(config, q, N)  # an impossible budget is an error before anything is computed
         images = None if public is None else to_float(public.x).to(device)
         model = initial_model(config, private, public, images).to(device)
         per_sample = PerSample(model, K=config.K)

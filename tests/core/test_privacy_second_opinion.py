@@ -9,7 +9,7 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution
 
 from dpngd import privacy
-from dpngd.methods import plan
+from dpngd.methods import spends_of
 from dpngd.suite import profiles
 
 EVERY = 8  # of the profiles' settings one in this many, to stay within half a minute
@@ -56,7 +56,7 @@ SETTINGS = settings()[::EVERY]
 @pytest.mark.parametrize(("config", "N"), SETTINGS, ids=[f"{c.method}-{c.epsilon:g}-{c.T}-{N}" for c, N in SETTINGS])
 def test_the_settings_of_the_profiles(config, N):
     q = config.B / N
-    parts = tuple((s.sigma, s.releases(config.T)) for s in plan(config, q, N))
+    parts = tuple((s.sigma, s.releases(config.T)) for s in spends_of(config, q, N))
     assert config.epsilon - 1e-3 <= check(parts, q, config.delta) <= config.epsilon
 
 

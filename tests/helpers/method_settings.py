@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dpngd.gradients import PerSample
-from dpngd.methods import METHODS, Setting, build, plan
+from dpngd.methods import METHODS, Setting, build, spends_of
 from dpngd.noise import stream
 from dpngd.privacy import Spend
 from dpngd.training.config import RunConfig
@@ -51,7 +51,7 @@ def setting(method, *, model=None, sigma=0.0, draw=None, dtype=torch.float32, **
     """A setting with 20 public images, and the noise multiplier given instead of a calibrated one."""
     c = config(method, **changes)
     model = network(dtype) if model is None else model
-    calibrated = plan(c, 0.05, 160)
+    calibrated = spends_of(c, 0.05, 160)
     spends = [Spend(s.purpose, s.epsilon, s.delta, sigma, s.every) for s in calibrated]
     return Setting(c, PerSample(model), spends, SHAPE, images(20, "public", dtype), draw)
 

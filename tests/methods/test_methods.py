@@ -15,7 +15,7 @@ from dpngd.curvature import KFAC, sampled_labels
 from dpngd.errors import UsageError
 from dpngd.gradients import PerSample, SampleGradients, micro_batches
 from dpngd.layers.forms import Dense
-from dpngd.methods import METHODS, arms, build, builder_of, plan
+from dpngd.methods import METHODS, arms, build, builder_of, spends_of
 from dpngd.methods.gep import flatten
 from dpngd.noise import seeded_noise, stream
 from dpngd.privacy import composed
@@ -319,7 +319,7 @@ def test_noise_is_sigma_times_each_sensitivity_and_sqrt_2_larger_for_two_channel
 @pytest.mark.parametrize("name", METHODS)
 def test_budget_is_spent_to_the_last_hundredth(name):
     c = config(name, T=30, T_cur=4) if "T_cur" in METHODS[name].uses else config(name, T=30)
-    spends = plan(c, 0.05, 160)
+    spends = spends_of(c, 0.05, 160)
     assert sum(s.epsilon for s in spends) == pytest.approx(2.0)
     assert sum(s.epsilon for s in spends) <= 2.0
     assert sum(s.delta for s in spends) <= 1e-5
@@ -331,17 +331,17 @@ def test_budget_is_spent_to_the_last_hundredth(name):
 def test_private_arms_pay_their_share_for_a_release_every_T_cur_steps():
     for name in arms("private curvature"):
         share = METHODS[name].curvature_share
-        gradients, curvature = plan(config(name, T=30, T_cur=4), 0.05, 160)
+        gradients, curvature = spends_of(config(name, T=30, T_cur=4), 0.05, 160)
         assert (gradients.releases(30), curvature.releases(30), curvature.releases(9)) == (30, 8, 3)
         assert curvature.epsilon == pytest.approx(share * 2.0)
-        assert gradients.sigma > plan(config("dp-ngd", T=30, T_cur=4), 0.05, 160)[0].sigma
+        assert gradients.sigma > spends_of(config("dp-ngd", T=30, T_cur=4), 0.05, 160)[0].sigma
 
 
 def test_impossible_budgets_are_errors():
     with pytest.raises(UsageError, match=r"delta=0.01 must be below 1/N"):
-        plan(config("dp-sgd", delta=0.01), 0.05, 160)
+        spends_of(config("dp-sgd", delta=0.01), 0.05, 160)
     with pytest.raises(UsageError, match="must be at most 200"):
-        plan(config("dp-sgd", epsilon=1e6), 0.05, 160)
+        spends_of(config("dp-sgd", epsilon=1e6), 0.05, 160)
 
 
 @pytest.mark.parametrize("name", METHODS)
