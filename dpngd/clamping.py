@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 from dpngd.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from dpngd.curvature import LayerCurvature
 
 AUTO = "auto"
@@ -54,9 +56,13 @@ def floor_by_rank(curvature: Sequence[LayerCurvature], share: float = RANK_SHARE
     """
     import torch
 
-    if not 0 < share < 1:
+    return by_rank(torch.cat([layer.spectrum().flatten() for layer in curvature]), share)
+
+
+def by_rank(spectrum: Tensor, share: float) -> float:
+    """The value of `spectrum` (n,) above which floor(share n) of its values are, at least one of them."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise UsageError(f"share is {share!r}: it must be above 0 and below 1")
-    spectrum = torch.cat([layer.spectrum().flatten() for layer in curvature])
     rank = min(max(1, int(share * spectrum.numel())), spectrum.numel() - 1)
     floor = float(spectrum.sort(descending=True).values[rank])
     if not floor > 0:

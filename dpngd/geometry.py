@@ -73,7 +73,7 @@ class ClampedLayer:
             Lam = lG.clamp(min=root).unsqueeze(2) * lA.clamp(min=root).unsqueeze(1)
         else:
             k = int((lA * lG[:, :1] > floor).sum(1).max())
-            m = int((lG * lA[:, :1] > floor).sum(1).max())
+            m = int((lG * lA[:, :1] > floor).sum(1).max()) if k else 0
             Lam = (lG[:, :m].unsqueeze(2) * lA[:, :k].unsqueeze(1)).clamp(min=floor)
         Q_G, Q_A = F.Q_G[..., :m], F.Q_A[..., :k]
         whole = k == Q_A.shape[1] and m == Q_G.shape[1]
@@ -82,17 +82,24 @@ class ClampedLayer:
     def apply(self, u: Tensor, power: float) -> Tensor:
         """F~_l^power u for u (..., R, O, I), in float64 and back."""
         v = u.double()
-        P = self.Q_G.mT @ v @ self.Q_A
         if self.whole:
+            P = self.Q_G.mT @ v @ self.Q_A
             return (self.Q_G @ (self.Lam**power * P) @ self.Q_A.mT).to(u.dtype)
         base = self.floor**power
+        if not self.Lam.numel():
+            return (base * v).to(u.dtype)
+        P = self.Q_G.mT @ v @ self.Q_A
         return (base * v + self.Q_G @ ((self.Lam**power - base) * P) @ self.Q_A.mT).to(u.dtype)
 
-    def sq_norms(self, g: LayerGradient, power: float) -> tuple[Tensor, Tensor]:
-        """||F~_l^power g_i||^2, and what it was subtracted from (its own size where nothing was); both (b,)."""
+    def sq_norms(self, g: LayerGradient, power: float, Q: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """||F~_l^power g_i||^2, and what it was subtracted from (its own size where nothing was); both (b,).
+
+        Q   Q_G and Q_A in g's precision, where that is not that of `Q32`
+        """
+        Q = self.Q32 if Q is None else Q
         scale, base = self.Lam ** (2 * power), self.floor ** (2 * power)
         if self.whole:
-            P = g.project(*self.Q32)
+            P = g.project(*Q)
             # Nothing is subtracted, but P's rounding is weighted too: it costs the root of what a subtraction costs.
             top = weighted_energy(P, scale.max().expand_as(scale)).maximum(scale.max() * g.projected_terms())
             return weighted_energy(P, scale), SUMMED_ABOVE / EXACT_BELOW * top.to(P.dtype)
@@ -100,7 +107,7 @@ class ClampedLayer:
         if not self.Lam.numel():
             return base * n, base * n.maximum(SUMMED_ABOVE / EXACT_BELOW * g.terms())
         energy = base * n.maximum(SUMMED_ABOVE / EXACT_BELOW * g.projected_terms())
-        return base * n + g.projected_energy(*self.Q32, scale - base), energy
+        return base * n + g.projected_energy(*Q, scale - base), energy
 
     def exact_sq_norms(self, g: LayerGradient, power: float) -> Tensor:
         """The same without subtracting: in float64 on the dense gradient."""
@@ -136,8 +143,10 @@ class Kronecker:
         """
         total = 0.0
         for F, layer in zip(self.curvature, self.layers, strict=True):
-            whole = layer.Lam if self.clamp == "factor" else F.spectrum().clamp(min=self.lambda_t)
-            total += float((F.spectrum() * whole ** (2 * self.right)).sum())
+            m, k = layer.Lam.shape[1:]
+            block = F.lambda_G[:, :m].unsqueeze(2) * F.lambda_A[:, :k].unsqueeze(1)
+            off = float((F.traces().sum() - block.sum()).clamp(min=0))  # what lies on the floor off the block
+            total += float((block * layer.Lam ** (2 * self.right)).sum()) + off * self.lambda_t ** (2 * self.right)
         return total
 
     def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
@@ -152,9 +161,13 @@ class Kronecker:
             self.recomputed += len(lost)
             total = total.clone()
             for part in lost.split(16):  # dense and in float64: a few at a time
-                total[part] = torch.stack([layer.exact_sq_norms(x.select(part), self.left) for layer, x in
-                                           zip(self.layers, g.layers, strict=True)]).sum(0).to(total.dtype)
+                total[part] = self._exact(g.select(part)).to(total.dtype)
         return total.unsqueeze(0), fragile
+
+    def _exact(self, g: SampleGradients) -> Tensor:
+        """||F~^left g_i||^2 without subtracting, (b,) float64."""
+        return torch.stack([layer.exact_sq_norms(x, self.left) for layer, x in
+                            zip(self.layers, g.layers, strict=True)]).sum(0)
 
     def into(self, sums: list[Blocks]) -> list[Blocks]:
         return [self._apply(blocks, self.left) for blocks in sums]

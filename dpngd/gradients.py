@@ -10,7 +10,9 @@ that slips through the first test fails the second.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dpngd.errors import UsageError
 from dpngd.layers import Dense, Layer, LayerGradient, RowLayer, trainable_layers
+from dpngd.steps import evaluating
 
 Blocks = list[Tensor]
 """One (R, O, I) matrix stack per layer: how sums, noise and updates are held. Symbols as in `layers.forms`."""
@@ -235,20 +237,39 @@ def check_precision(layers: list[Layer]) -> None:
 
 
 MICRO_BATCH = 128
-"""Views worked on at once. Each pass costs 2 to 3 ms whatever its size, and memory grows with it: on one thread, 64
-takes 10 to 20 % longer per sample than 128, and 256 gains 6 % on the small network (the benchmark's --micro-batch)."""
+"""Views worked on at once. Each pass costs about 1 ms whatever its size, and its memory grows with it."""
+
+LARGE_MICRO_BATCH, LIGHT = 256, 2**14
+"""Views worked on at once where the layers give at most LIGHT numbers per view: a pass is over so soon that its fixed
+part counts. On one thread the small network takes 10 % longer with 128; WRN-10-1 takes the same time with 64 to 256."""
+
+
+@torch.no_grad()
+def views_at_once(model: nn.Module, shape: tuple[int, ...]) -> int:
+    """MICRO_BATCH or LARGE_MICRO_BATCH for samples of this shape, by the size of the outputs of the trained layers."""
+    sizes: list[int] = []
+    handles = [layer.module.register_forward_hook(lambda m, a, z: sizes.append(z.numel()))
+               for layer in trainable_layers(model)]
+    try:
+        with evaluating(model):
+            model(next(model.parameters()).new_zeros(1, *shape))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return LARGE_MICRO_BATCH if sum(sizes) <= LIGHT else MICRO_BATCH
 
 
 def micro_batch_size(K: int, views: int = MICRO_BATCH, *, samples: int | None = None, threads: int = 1) -> int:
-    """Samples per micro-batch, the one rule: whole samples of K views each, at most `views` views, at least a sample.
+    """Samples per micro-batch, the one rule: whole samples of K views each, about `views` views, at least a sample.
 
-    Given the number of samples in the batch, also at most ceil(samples / threads), so that a small batch has a
-    micro-batch for each thread.
+    Given the number of samples in the batch, micro-batches of equal size, at least one for each thread: a few samples
+    left over would cost a pass of their own, so up to a quarter more than `views` are taken instead.
     """
-    size = views // K
-    if samples is not None:
-        size = min(size, -(-samples // threads))
-    return max(1, size)
+    size = max(1, views // K)
+    if not samples:
+        return size
+    parts = max(min(threads, samples), math.ceil(samples / size - 0.25))
+    return -(-samples // parts)
 
 
 def micro_batches(per_sample: PerSample, x: Tensor, y: Tensor, views: int = MICRO_BATCH) -> Iterator[SampleGradients]:
@@ -272,8 +293,6 @@ class Tape:
         self.results: list = [None] * len(layers)
         self._inputs: dict[int, Tensor] = {}
         self._leaves: list[Tensor] = []
-        # Detached parameters take the place of the model's: autograd then has no weight gradients to compute.
-        self._detached = {k: p.detach() for k, p in model.named_parameters()}
 
     def __enter__(self) -> Tape:
         self._handles = [layer.module.register_forward_hook(self._recorder(i, layer))
@@ -285,8 +304,8 @@ class Tape:
             handle.remove()
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            return functional_call(self.model, self._detached, (x.detach(),))
+        with torch.enable_grad(), detached(self.model):
+            return self.model(x.detach())
 
     def backward(self, output: Tensor, gradient: Tensor | None = None, retain: bool = False) -> None:
         """Send `gradient` (default: ones) back from `output`; layers are built as their d arrives."""
@@ -319,6 +338,24 @@ class Tape:
             return z
 
         return hook
+
+
+@contextlib.contextmanager
+def detached(model: nn.Module) -> Iterator[None]:
+    """Within this block detached parameters take the place of the model's: autograd has no weight gradients to compute.
+
+    What `torch.func.functional_call` does, without its search for tied parameters, which takes a tenth of a small
+    network's pass.
+    """
+    held = [(own, name, p) for module in model.modules() for own in (module._parameters,) for name, p in own.items()
+            if p is not None]
+    try:
+        for own, name, p in held:
+            own[name] = p.detach()
+        yield
+    finally:
+        for own, name, p in held:
+            own[name] = p
 
 
 @dataclass

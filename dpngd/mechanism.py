@@ -21,6 +21,8 @@ releases compose as `dpngd.privacy` accounts for them. R and everything after it
     low bits of the release            the noisy sum is formed in float64 and rounded to multiples of a power of two
                                        near 2^-20 of the noise's standard deviation: they carry nothing of the sum's
     sigma = 0                          nothing is added and nothing rounded: not private, for tests
+    several processes                  each clips its share of the batch; the s_j are added up first, then the first
+                                       process adds noise, once, and all get what it released (`dpngd.group`)
 
 Floating point. With a real-valued Gaussian, rounding to the grid would be post-processing and the guarantee exact. The
 noise is a float64 number, of which some 2^30 fall into each cell of the grid where the noise is likely: the holes in
@@ -38,7 +40,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -46,6 +48,7 @@ from torch import Tensor
 
 from dpngd.errors import UsageError
 from dpngd.gradients import Blocks, SampleGradients
+from dpngd.group import ALONE, Group
 from dpngd.noise import Noise
 
 ROUNDING = 1e-5
@@ -93,11 +96,15 @@ class Release:
 
 @dataclass(frozen=True)
 class GaussianMechanism:
-    """Clip, sum, add noise, divide by B. One clip C_j per channel, noise multiplier sigma, expected batch size B."""
+    """Clip, sum, add noise, divide by B. One clip C_j per channel, noise multiplier sigma, expected batch size B.
+
+    `group` is the processes that have a share of the batch each; B is that of the whole batch.
+    """
 
     clips: tuple[float, ...]
     sigma: float
     B: float
+    group: Group = field(default=ALONE, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.clips or not all(math.isfinite(C) and C > 0 for C in self.clips):
@@ -118,7 +125,10 @@ class GaussianMechanism:
         return tuple(self.sigma * math.sqrt(len(self.clips)) * C for C in self.clips)
 
     def clipped_sums(self, batches: Iterable[SampleGradients], geometry: Geometry, zeros: Blocks) -> Clipped:
-        """s_j of every channel, before noise: what the sensitivity is stated of. `zeros` gives the shapes."""
+        """s_j of every channel, before noise: what the sensitivity is stated of. `zeros` gives the shapes.
+
+        They, and what else is returned, are of the whole batch on every process.
+        """
         sums = [[z.to(torch.float64, copy=True) for z in zeros] for _ in self.clips]
         seen, norms, losses = 0, [], []
         for g in batches:
@@ -139,13 +149,21 @@ class GaussianMechanism:
                     for block, term in zip(total, part.weighted_sum(weights), strict=True):
                         block += term
         empty = zeros[0].new_zeros(len(self.clips), 0)
+        whole = iter(self.group.sum([block for channel in sums for block in channel]))
+        sums = [[next(whole) for _ in channel] for channel in sums]
         sums = [[block.to(zeros[0].dtype) for block in channel] for channel in geometry.into(sums)]
-        return Clipped(sums, seen, torch.cat([empty, *norms], 1), torch.cat([empty[0], *losses]))
+        return Clipped(sums, sum(self.group.all(seen)), self.group.join(torch.cat([empty, *norms], 1), 1),
+                       self.group.join(torch.cat([empty[0], *losses]), 0))
 
     def add_noise(self, sums: list[Blocks], noise: Noise) -> list[Blocks]:
-        """s_j + sigma sqrt(J) C_j xi_j for every channel, on its grid: from here on nothing is private."""
-        return [[self._noisy(block, std, noise) for block in channel]
-                for channel, std in zip(sums, self.noise_std, strict=True)]
+        """s_j + sigma sqrt(J) C_j xi_j for every channel, on its grid: from here on nothing is private.
+
+        The first process of a group adds it, to the whole sum, and the others get the result.
+        """
+        noisy = iter(self.group.once(lambda: [self._noisy(block, std, noise) for channel, std
+                                              in zip(sums, self.noise_std, strict=True) for block in channel],
+                                     [block for channel in sums for block in channel]))
+        return [[next(noisy) for _ in channel] for channel in sums]
 
     @staticmethod
     def _noisy(block: Tensor, std: float, noise: Noise) -> Tensor:

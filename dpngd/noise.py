@@ -9,6 +9,7 @@ Each has a stream of its own, so that changing how much one of them draws leaves
     TorchNoise              a torch.Generator that the caller gave                no, unless its state stays secret
     SecretNoise,            os.urandom, the operating system's cryptographic      yes: nothing is kept from which the
     secret_uniform          generator (ChaCha20 on Linux)                         noise could be computed again
+    secret_stream           the same, as the state of a torch.Generator           yes, for views and labels, not noise
 
 Why os.urandom: it needs no package, keeps no key in this process, and gives 8 bytes per number at about 0.1 s per
 million, little beside the gradients of a step. Statistical generators (Mersenne Twister, Philox) are not used for
@@ -58,6 +59,20 @@ def stream(seed: int, name: str, device: str | torch.device = "cpu") -> torch.Ge
     generator = torch.Generator(device).manual_seed(first)
     if generator.device.type == "cpu":
         _fill(generator, first, np.frombuffer(digest, np.uint32))
+    return generator
+
+
+def secret_stream(device: str | torch.device = "cpu") -> torch.Generator:
+    """A torch generator whose whole state is the operating system's entropy, for views and labels of private samples.
+
+    They are drawn in the order of a batch, so that one sample more gives those behind it others. From a seed that
+    somebody knows, all these samples would move the sum, not one; drawn in secret they are only further randomness of
+    each sample's own gradient, of the same distribution with and without the other. Not for noise, which is seen.
+    """
+    first = int.from_bytes(os.urandom(8), "little") >> 1
+    generator = torch.Generator(device).manual_seed(first)
+    if generator.device.type == "cpu":
+        _fill(generator, first, np.frombuffer(os.urandom(4 * WORDS), np.uint32))
     return generator
 
 

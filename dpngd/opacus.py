@@ -30,6 +30,7 @@ counted, though nothing came of it.
     a noise_generator                           noise from it, in float64: secret only as far as its state is
     momentum, Adam, weight decay, schedulers    the wrapped optimizer gets the private direction as p.grad: whatever it
                                                 makes of it is post-processing and costs nothing
+    p.grad_sample changed or replaced by you    what is in it is clipped and summed, whatever it was computed from
     an exception or interrupt inside step       its sums are dropped: they never reach a later step
     a virtual batch left unfinished             a new loop over the memory manager's loader drops its sums; in a loop of
                                                 your own (signal_skip_step) call `abandon()`
@@ -37,6 +38,8 @@ counted, though nothing came of it.
     max_grad_norm or noise_multiplier changed   an error inside a logical batch; between two, the accountant sees it
     more than T steps                           an error, until T is raised: optimizer.T = ...
     the private loader as public                an error
+    several processes (DPDDP)                   wraps DistributedDPOptimizer: each clips its samples, the sums are added
+                                                up, and the first process adds noise, once (`dpngd.group`)
 
 Poisson sampling is Opacus's: its loader draws from torch's global generator unless make_private gets one. For weights
 that are published, who was in a batch must stay secret too: do not publish the seed.
@@ -49,29 +52,32 @@ import dataclasses
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 
 import torch
 from opacus.data_loader import DPDataLoader
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import DistributedDPOptimizer, DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpngd import images
 from dpngd.clamping import AUTO, check_lambda_safe, dynamic_floor
-from dpngd.curvature import KFAC, LayerCurvature
+from dpngd.curvature import KFAC, LayerCurvature, SteepKFAC
 from dpngd.disjoint import overlap
 from dpngd.errors import UsageError
+from dpngd.geometry import Kronecker
 from dpngd.gradients import Blocks, PerSample, SampleGradients, check_precision
-from dpngd.layers import Layer, trainable_layers
+from dpngd.group import ALONE, Processes
+from dpngd.layers import Dense, Factors, Layer, LayerGradient, trainable_layers
 from dpngd.mechanism import GaussianMechanism
 from dpngd.natural import Natural, public_clip
 from dpngd.noise import SecretNoise, TorchNoise, stream
-from dpngd.steps import K_DEFAULT, K_NOISE_DEFAULT, PROBE, KLBudget, Probe, Rate, Steps
+from dpngd.steps import GROWTH, K_DEFAULT, K_NOISE_DEFAULT, PROBE, WITHIN, Direction, KLBudget, Probe, Rate, Step, Steps
 
 SMALLEST = 50
 """Public images at least: of fewer the curvature is mostly sampling error."""
@@ -90,7 +96,7 @@ class DPNGD(DPOptimizer):
     """Wraps the DPOptimizer that `PrivacyEngine.make_private` returned; use it in that one's place.
 
     optimizer    what make_private returned (flat clipping, one device, grad_sample_mode hooks, functorch or ew)
-    module       the model that make_private returned
+    module       the model that make_private returned, or the hooks (wrap_model=False)
     public       at least 50 public images as the model gets them (floats, normalised), or for a model that starts with
                  an embedding sequences of tokens (int64): a tensor (n, ...), or a loader whose batches are images or
                  (images, anything). Or the name of images to make for `shape`: "noise" (1/f
@@ -117,17 +123,23 @@ class DPNGD(DPOptimizer):
                  private: Tensor | Dataset | DataLoader | None = None, shape: tuple[int, int, int] | None = None,
                  kl_budget: float | str | None = AUTO, kl_noise: float | None = K_NOISE_DEFAULT,
                  kl_radius: float | None = None, probe: int = PROBE, clip_ratio: float | None = CLIP_RATIO):
-        if type(optimizer) is not DPOptimizer:
+        if type(optimizer) not in (DPOptimizer, DistributedDPOptimizer):
             raise UsageError(f"optimizer is a {type(optimizer).__name__}: DPNGD wraps the DPOptimizer that "
                              "make_private returns with clipping='flat', grad_sample_mode='hooks', 'functorch' or "
-                             "'ew', and one process")
+                             "'ew', or on several processes (DPDDP) its DistributedDPOptimizer")
+        self.group = Processes() if isinstance(optimizer, DistributedDPOptimizer) else ALONE
+        B = optimizer.expected_batch_size  # of one process, where there are several
         super().__init__(optimizer.original_optimizer, noise_multiplier=optimizer.noise_multiplier,
-                         max_grad_norm=optimizer.max_grad_norm, expected_batch_size=optimizer.expected_batch_size,
+                         max_grad_norm=optimizer.max_grad_norm,
+                         expected_batch_size=B if B is None else B * self.group.size,
                          loss_reduction=optimizer.loss_reduction, generator=optimizer.generator,
                          secure_mode=optimizer.secure_mode)
         self.attach_step_hook(optimizer.step_hook)
         self._module = module
         model = getattr(module, "_module", module)
+        if model is module and hasattr(module, "autograd_grad_sample_hooks"):
+            raise UsageError("module is the model itself, whose hooks DPNGD cannot switch off for public images: pass "
+                             "what make_private returned in its place")
         self.layers = trainable_layers(model)
         check_precision(self.layers)
         check_batch_first(module, self.layers)
@@ -135,6 +147,9 @@ class DPNGD(DPOptimizer):
         if {id(p) for p in self.params} != ours:
             raise UsageError("the optimizer's parameters are not the module's trainable parameters: build the "
                              "optimizer from module.parameters(); freeze what must not train by requires_grad_(False)")
+        check_numbers(whole={"T": T, "T_cur": T_cur, "probe": probe}, real={"T1": T1, "p": p})
+        if lambda_safe is None or isinstance(lambda_safe, bool):
+            raise UsageError(f"lambda_safe is {lambda_safe!r}: it must be a positive number, or {AUTO!r}")
         check_lambda_safe(lambda_safe)
         kl_budget = budget_of(kl_budget, lambda_safe, kl_radius, clip_ratio)
         if kl_budget is not None:
@@ -144,24 +159,24 @@ class DPNGD(DPOptimizer):
         x = x.to(weight) if x.is_floating_point() else x.to(weight.device)
         with self._hooks_off():
             check_model(model, x)
+        Sampler.install(module, self.layers)
         check_opacus(module, self.layers, x, self._hooks_off)
-        self.kfac = KFAC(model, x, labels=labels, generator=stream(seed, "labels") if labels != "exact" else None)
+        labelled = {"labels": labels, "generator": stream(seed, "labels") if labels != "exact" else None}
+        self.kfac = KFAC(model, x, span=True, **labelled)  # at theta_0: all of F, for the floor
         with self._hooks_off():
+            self.steep = SteepKFAC(model, x, floor=lambda: self.floor.lambda_base, **labelled)  # and later
             self.steps: Steps | None = None  # None: the wrapped optimizer's own step
             if kl_budget is not None:
-                self.steps = KLBudget(kl_budget, T, Probe(model, x[:probe]), kl_noise)
+                self.steps = Budget(kl_budget, T, LastingProbe(model, x[:probe]), kl_noise)
             elif kl_radius is not None:
-                self.steps = Rate(1.0, kl_radius, Probe(model, x[:probe]))
-        self.floor = dynamic_floor(lambda_safe, T, lambda_base=lambda_base, T1=T1, p=p,
-                                   curvature=self._public_curvature)
-        self.natural = Natural(self._public_curvature, self.floor, T_cur, unit=self.floor.lambda_safe,
-                               dtype=weight.dtype)
-        if kl_budget is not None and clip_ratio is not None:
-            self.natural.prepare(0)
-            with self._hooks_off():
-                self.max_grad_norm = public_clip(PerSample(model, check=False), self.natural.geometry, x, clip_ratio,
-                                                 stream(seed, "clip"))
+                self.steps = Rate(1.0, kl_radius, LastingProbe(model, x[:probe]))
         self.t = 0
+        start = self._public_curvature()
+        self.floor = dynamic_floor(lambda_safe, T, lambda_base=lambda_base, T1=T1, p=p, curvature=lambda: start)
+        self.natural = Natural(self._public_curvature, self.floor, T_cur, unit=self.floor.lambda_safe,
+                               geometry=Whitening(), dtype=weight.dtype, start=start)
+        if kl_budget is not None and clip_ratio is not None:
+            self.max_grad_norm = self._public_clip(start, x, clip_ratio, stream(seed, "clip"))
         self.clipped, self.seen = 0, 0  # samples that were scaled down, and all: outside the guarantee
         self.nonfinite = 0  # samples so far that contributed zero because their gradient was not finite
         self._sums: Blocks | None = None  # of the logical batch so far
@@ -210,7 +225,7 @@ class DPNGD(DPOptimizer):
             for name, p in params.items():
                 p.copy_(before[name])
         with self._hooks_off():
-            s = self.steps(direction, self._noise_kl).s
+            s = self.group.first(lambda: self.steps(direction, self._noise_kl)).s
         for name, p in params.items():
             if after is not None and s == 1.0:
                 p.copy_(after[name])  # bit for bit, which theta - (theta - after) need not be
@@ -348,14 +363,23 @@ class DPNGD(DPOptimizer):
         if self._sums is None:
             raise UsageError("there are no clipped sums to add noise to: call step() after a backward pass")
         mechanism = self._mechanism()
-        sums, self._sums, self._numbers = self._sums, None, None
+        sums, self._sums, self._numbers = self.group.sum(self._sums), None, None
         noise = SecretNoise() if self.generator is None else TorchNoise(self.generator)
-        noisy = mechanism.add_noise([sums], noise)
-        for layer, block in zip(self.layers, self.natural.geometry.back(noisy), strict=True):
+        (flat,), = dataclasses.replace(mechanism, group=self.group).add_noise(
+            [[torch.cat([block.flatten() for block in sums])]], noise)  # one draw for all
+        noisy = [part.view_as(block) for part, block in zip(flat.split([b.numel() for b in sums]), sums, strict=True)]
+        for layer, block in zip(self.layers, self.natural.geometry.back([noisy]), strict=True):
             params = layer.params()
             for name, grad in layer.split(block).items():
                 params[name].grad = grad
         self.t += 1
+
+    def scale_grad(self) -> None:
+        """Divide p.grad by the expected batch size, as Opacus does."""
+        if self.loss_reduction == "mean":
+            count = self.expected_batch_size * self.accumulated_iterations
+            for p in self.params:
+                p.grad /= count
 
     def _warn_of_the_floor(self) -> None:
         """A warning where no eigenvalue, or every one but rounding, is above the floor. F is public, so it is too."""
@@ -386,7 +410,8 @@ class DPNGD(DPOptimizer):
             raise UsageError("the checkpoint has no 'dpngd' entry: it was not saved by a DPNGD optimizer")
         super().load_state_dict(state)
         self.abandon()
-        self.t, self.natural.F = own["t"], None
+        self.t = own["t"]
+        self.natural.load_state_dict({"F": None})
         if "floor" in own:  # a checkpoint of an earlier version has a floor that was given, and no steps
             safe, base = own["floor"]
             self.floor = self.natural.floor = dataclasses.replace(self.floor, lambda_safe=safe, lambda_base=base)
@@ -429,9 +454,16 @@ class DPNGD(DPOptimizer):
                 self._module.enable_hooks()
 
     def _public_curvature(self) -> list[LayerCurvature]:
-        """K-FAC on the public images."""
+        """K-FAC on the public images: all of F at theta_0, and what is above the lowest floor later."""
         with self._hooks_off():
-            return self.kfac()
+            return self.group.first(self.steep if self.t else self.kfac)
+
+    def _public_clip(self, F: list[LayerCurvature], x: Tensor, ratio: float, labels: torch.Generator) -> float:
+        """C from the whitened gradients of the public images at theta_0 (`natural.public_clip`)."""
+        whitened, unit = Kronecker(), self.floor.lambda_safe
+        whitened.set([layer.scaled(1 / unit) for layer in F], self.floor(0) / unit, self.natural.dtype)
+        with self._hooks_off():
+            return public_clip(PerSample(self.kfac.model, check=False), whitened, x, ratio, labels)
 
     def _gradients(self) -> SampleGradients:
         """Opacus's p.grad_sample as layers."""
@@ -449,8 +481,196 @@ class DPNGD(DPOptimizer):
             most, least = max(sizes, key=sizes.get), min(sizes, key=sizes.get)
             raise UsageError(f"Opacus has {sizes[most]} per-sample gradients of {most!r} and {b} of {least!r}: every "
                              "layer must see the batch as the first axis of its input, once per forward pass")
-        layers = [layer.join(*[samples[name] for name in layer.params()]) for layer in self.layers]
+        layers = [gradient_of(layer, [samples[name] for name in layer.params()]) for layer in self.layers]
         return SampleGradients(layers, self.layers[0].like.new_zeros(b))  # Opacus keeps no per-sample losses
+
+
+class Sampler:
+    """Takes the place of one of Opacus's own per-sample gradient functions in a model: the same gradients, sooner.
+
+    Opacus fills a tensor of zeros and copies the gradients into it: where they are the whole batch's, they are handed
+    over as they are. And a kind of layer may have a faster way to them (`Layer.samples`), or none may be needed until
+    somebody looks at them (`Deferred`). A function that a user
+    registered stays, and so do other modes than hooks. `check_opacus` compares what comes of it with autograd.
+
+    function   Opacus's
+    layers     those of the module's type, by the id of their module
+    """
+
+    def __init__(self, function: Callable, layers: dict[int, Layer]):
+        self.function, self.layers = function, layers
+
+    @classmethod
+    def install(cls, module: nn.Module, layers: list[Layer]) -> None:
+        """Give the model that make_private returned samplers of its own; other models keep Opacus's."""
+        if not hasattr(module, "GRAD_SAMPLERS") or getattr(module, "force_functorch", False):
+            return
+        own = {id(layer.module): layer for layer in layers}
+        module.GRAD_SAMPLERS = {kind: cls(f, own) if f.__module__.startswith("opacus.") else f
+                                for kind, f in type(module).GRAD_SAMPLERS.items()}
+
+    def __call__(self, module: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+        grads = self._samples(module, activations[0], backprops) or self.function(module, activations, backprops)
+        memory = {t.untyped_storage().data_ptr() for t in (*activations, backprops)}
+        left = {}
+        for p, g in grads.items():
+            own = isinstance(g, Deferred) or g.untyped_storage().data_ptr() not in memory
+            if p.requires_grad and own and len(g) == module.max_batch_len and not hasattr(p, "_current_grad_sample"):
+                p._current_grad_sample = g
+            else:
+                left[p] = g
+        return left
+
+    def _samples(self, module: nn.Module, a: Tensor, d: Tensor) -> dict[nn.Parameter, Tensor] | None:
+        layer = self.layers.get(id(module))
+        if layer is None or not len(a) or getattr(module, "padding_mode", "zeros") != "zeros":
+            return None
+        g, params = layer.samples(a.to(d.dtype), d), list(layer.params().values())
+        if g is None:
+            return None
+        if isinstance(g, Factors):
+            return {p: Deferred(layer, g, i) for i, p in enumerate(params)}
+        return dict(zip(params, layer.apart(g), strict=True))
+
+    def __reduce__(self) -> tuple:
+        """A copy of the model, and one that is saved, gets Opacus's own function."""
+        return _itself, (self.function,)
+
+
+def _itself(function: Callable) -> Callable:
+    return function
+
+
+class Whitening(Kronecker):
+    """DP-NGD's geometry; norms that float32 has lost are subtracted in float64 first, before they are added up densely.
+
+    In float64 the subtraction is exact to 1e-8 of a norm^2 that is 1e-8 of what it was subtracted from.
+    """
+
+    def _exact(self, g: SampleGradients) -> Tensor:
+        pairs = [layer.sq_norms(x.double(), self.left, (layer.Q_G, layer.Q_A))
+                 for layer, x in zip(self.layers, g.layers, strict=True)]
+        total, energy = (torch.stack(parts).sum(0) for parts in zip(*pairs, strict=True))
+        lost = (total < 1e-8 * energy).nonzero()[:, 0]
+        if len(lost):
+            total[lost] = super()._exact(g.select(lost))
+        return total
+
+
+class Deferred(Tensor):
+    """p.grad_sample that is computed when somebody looks at it: until then, only the factors of a layer's gradients.
+
+    g is d a' for a linear layer: b (O + I) numbers instead of b O I, and norms, projections and sums of whitened
+    gradients need no more. Every operation on the tensor, also in place, works on the gradients themselves, and from
+    then on the optimizer takes those: who changes p.grad_sample gets what is in it.
+    """
+
+    layer: Layer
+    form: Factors
+    place: int  # of the parameter among the layer's
+    made: Tensor | None
+
+    @staticmethod
+    def __new__(cls, layer: Layer, form: Factors, place: int) -> Deferred:
+        p = list(layer.params().values())[place]
+        self = Tensor._make_wrapper_subclass(cls, (len(form.d), *p.shape), dtype=form.d.dtype, device=form.d.device)
+        self.layer, self.form, self.place, self.made = layer, form, place, None
+        return self
+
+    def real(self) -> Tensor:
+        """The gradients."""
+        if self.made is None:
+            self.made = self.layer.apart(self.form)[self.place]
+        return self.made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+        args, kwargs = tree_map_only(cls, cls.real, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self.real())
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return self.real().__reduce_ex__(protocol)
+
+    @classmethod
+    def form_of(cls, samples: list[Tensor]) -> Factors | None:
+        """The factors that all p.grad_sample of a layer stand for; None where one does not, or was looked at."""
+        if all(isinstance(s, cls) and s.made is None for s in samples) and len({id(s.form) for s in samples}) == 1:
+            return samples[0].form
+        return None
+
+
+class GradSample(Dense):
+    """Opacus's per-sample gradients of a layer, whose projections are ordered for few directions on the input side."""
+
+    def projected_energy(self, Q_G: Tensor, Q_A: Tensor, w: Tensor) -> Tensor:
+        """sum(w (Q_G' g_i Q_A)^2): with Q_A' (k, I) stored row by row, a product with g' reads g once for all k.
+
+        The product g Q_A with k below 16 takes five times as long, because BLAS has no kernel for it.
+        """
+        (b, R, O, I), m, k = self.w.shape, Q_G.shape[2], Q_A.shape[2]
+        if R > 1 or m * I * (O + k) < O * k * (I + m):  # the output side first leaves less to do
+            return super().projected_energy(Q_G, Q_A, w)
+        Q = self._as_held(Q_A[0, :I].mT).contiguous()
+        T = (Q @ self.w.view(-1, I).mT).view(k, b, O)
+        if self.bias is not None:
+            T.addcmul_(Q_A[0, I].view(k, 1, 1), self.bias.view(1, b, O))
+        P = T.view(-1, O) @ Q_G[0]
+        return torch.bmm(P.square_().view(k, b, m), w[0].mT.to(P.dtype).unsqueeze(2)).sum(0)[:, 0]
+
+
+def gradient_of(layer: Layer, samples: list[Tensor]) -> LayerGradient:
+    """A layer's per-sample gradients from p.grad_sample of its parameters."""
+    form = Deferred.form_of(samples)
+    if form is not None:
+        return form
+    g = layer.join(*[s.real() if isinstance(s, Deferred) else s for s in samples])
+    return GradSample(g.w, g.bias, g.taps)
+
+
+class LastingProbe(Probe):
+    """A probe that keeps the predictions of its last trial: where that step was taken, they are those of the weights.
+
+    The weights are compared bit for bit, so that weights which were changed in between are seen.
+    """
+
+    _trial: tuple[dict[str, Tensor], Tensor] | None = None
+
+    def _log_p(self, weights: Mapping[str, Tensor]) -> Tensor:
+        if not weights and self._trial is not None:
+            held, log_p = self._trial
+            params = dict(self.model.named_parameters())
+            if all(torch.equal(params[name], w) for name, w in held.items()):
+                return log_p
+        log_p = super()._log_p(weights)
+        if weights:
+            self._trial = dict(weights), log_p
+        return log_p
+
+
+class Budget(KLBudget):
+    """A KL budget whose search, after a step that the noise's share ended, starts where the KL divergence would end it.
+
+    That share changes a little from step to step. From the last s, a first pass would find that there is room, and a
+    second one would take it.
+    """
+
+    def __call__(self, direction: Direction, noise: Callable[[], float] | None = None) -> Step:
+        step = super().__call__(direction, noise)
+        if 0 < step.kl < (1 - WITHIN) * self.kappa and step.s > 0:
+            self.start = step.s * min(GROWTH, math.sqrt(self.kappa / step.kl))
+        return step
+
+
+def check_numbers(whole: Mapping[str, object], real: Mapping[str, object]) -> None:
+    """Refuse what is no number of its kind; which numbers make sense is for those to say who use them."""
+    for names, kind, wanted in ((whole, int, "a whole number"), (real, int | float, "a number")):
+        for name, value in names.items():
+            if isinstance(value, bool) or not isinstance(value, kind) or (kind is int and value < 0):
+                raise UsageError(f"{name} is {value!r}: it must be {wanted}, and not negative" if kind is int else
+                                 f"{name} is {value!r}: it must be {wanted}")
 
 
 def budget_of(kl_budget: float | str | None, lambda_safe: float | str, kl_radius: float | None,
@@ -458,7 +678,8 @@ def budget_of(kl_budget: float | str | None, lambda_safe: float | str, kl_radius
     """The KL budget that was asked for, or None; an error for choices that exclude one another."""
     if isinstance(kl_budget, str) and kl_budget != AUTO:
         raise UsageError(f"kl_budget is {kl_budget!r}: it must be a positive number, {AUTO!r} or None")
-    if clip_ratio is not None and not (isinstance(clip_ratio, int | float) and 0 < clip_ratio < math.inf):
+    if clip_ratio is not None and not (isinstance(clip_ratio, int | float) and not isinstance(clip_ratio, bool)
+                                       and 0 < clip_ratio < math.inf):
         raise UsageError(f"clip_ratio is {clip_ratio!r}: it must be a positive number, or None")
     if kl_budget == AUTO:
         return K_DEFAULT if lambda_safe == AUTO and kl_radius is None else None
@@ -501,9 +722,16 @@ def public_images(public: Tensor | Iterable, private: Tensor | Dataset | DataLoa
     if isinstance(public, Tensor):
         x = public
     else:
+        if not isinstance(public, Iterable):
+            raise UsageError(f"public is {public!r}: pass a tensor of images, a loader of batches, or the name of "
+                             "images to make")
         batches = [batch[0] if isinstance(batch, list | tuple) else batch for batch in public]
         if not batches:
             raise UsageError(f"the public loader is empty: curvature needs at least {SMALLEST} images")
+        if not all(isinstance(batch, Tensor) for batch in batches):
+            other = next(type(batch).__name__ for batch in batches if not isinstance(batch, Tensor))
+            raise UsageError(f"the public loader gives batches of {other}: a batch must be a tensor of images, or "
+                             "begin with one")
         x = torch.cat(batches)
     tokens = x.dtype in (torch.int32, torch.int64)
     if not (x.is_floating_point() or tokens):
@@ -513,11 +741,18 @@ def public_images(public: Tensor | Iterable, private: Tensor | Dataset | DataLoa
         raise UsageError(f"there are {len(x)} public images: curvature needs at least {SMALLEST}")
     if not x.isfinite().all():
         raise UsageError("a public image has values that are not finite: leave it out")
+    if not tokens and private is None and float(x.max()) > 20 and x.min() >= 0 and (x == x.round()).all():
+        raise UsageError(f"public images are whole numbers up to {float(x.max()):g}: pass them as the model gets them, "
+                         "normalised in the same way as the private images; if it does get these, pass private=...")
     if private is not None:
         theirs = _private_images(private)
         if theirs.shape[1:] != x.shape[1:]:
             raise UsageError(f"public images are {tuple(x.shape[1:])}, private ones {tuple(theirs.shape[1:])}: make "
                              "them alike")
+        sizes = [float(images.abs().max()) for images in (x, theirs)]
+        if not tokens and max(sizes) > 10 * min(sizes):
+            raise UsageError(f"public images reach {sizes[0]:.3g} and private ones {sizes[1]:.3g}: normalise both in "
+                             "the same way, as the model gets them")
         if (found := (equal_rows if tokens else overlap)(theirs, x)) is not None and tokens:
             raise UsageError(f"public sequence {found[1]} is also private sequence {found[0]}: a public set must not "
                              "hold private data")
@@ -565,7 +800,8 @@ def check_opacus(module: nn.Module, layers: list[Layer], x: Tensor, hooks_off: C
     Its hooks ignore some options of a layer (padding_mode of a convolution), and a sampler that someone registered may
     be wrong. What is in p.grad and p.grad_sample stays as it was.
     """
-    if not module.training or not hasattr(module, "_module"):
+    model = getattr(module, "_module", None)
+    if model is None or not model.training:
         return  # Opacus computes nothing in evaluation mode
     x, params = x[:CHECKED], [p for layer in layers for p in layer.params().values()]
     held = [(p, p.grad, getattr(p, "grad_sample", None)) for p in params]
@@ -574,12 +810,12 @@ def check_opacus(module: nn.Module, layers: list[Layer], x: Tensor, hooks_off: C
             p.grad = p.grad_sample = None
         with torch.random.fork_rng(), torch.enable_grad():
             torch.manual_seed(0)  # the same dropout masks in both passes
-            logits = module(x)
+            logits = (module if isinstance(module, nn.Module) else model)(x)  # hooks without a wrapper are on the model
             y = torch.arange(len(x), device=x.device) % logits.shape[1]
             cross_entropy(logits, y, reduction=module.loss_reduction).backward()
             torch.manual_seed(0)
             with hooks_off():
-                ours = [g.materialise() for g in PerSample(module._module, check=False)(x, y).layers]
+                ours = [g.materialise() for g in PerSample(model, check=False)(x, y).layers]
         theirs = [layer.join(*[p.grad_sample for p in layer.params().values()]).materialise() for layer in layers]
     finally:
         for p, grad, sample in held:
@@ -608,5 +844,7 @@ def _private_images(private: Tensor | Dataset | DataLoader) -> Tensor:
         private = private.tensors[0]
     if isinstance(private, Tensor):
         return private
+    if not (hasattr(private, "__getitem__") and hasattr(private, "__len__")):
+        raise UsageError(f"private is a {type(private).__name__}: pass the private data set, its loader, or a tensor")
     items = (private[i] for i in range(len(private)))
     return torch.stack([item[0] if isinstance(item, list | tuple) else item for item in items])

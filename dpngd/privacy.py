@@ -36,8 +36,13 @@ sigma >> 1, 1e-12 q T at sigma = 1. float32 noise ends at b = 5.77 and can excee
 Accountants. `prv` (Gopi et al., 2021) is the paper's; `rdp` (Mironov et al., 2019) is looser and reported beside it.
 Both are Opacus's analyses. Where PRV's grid would be too large (large epsilon at small q, T near 10^6), `prv` is our
 own composition of the discretised loss, `pld`; without sampling (q = 1) it is the exact formula. Every reported
-epsilon, and every epsilon compared with a target, is an upper bound. Range: epsilon 0.05 to 200, q 1e-5 to 1, T up to
-10^6, delta from 1e-10; tests compare it with dp-accounting's PLD.
+epsilon, and every epsilon compared with a target, is an upper bound, rounded up to 6 digits. Range: epsilon 0.05 to
+200, q 1e-5 to 1, T up to 10^6, delta from 1e-10; tests compare it with dp-accounting's PLD.
+
+Machines. The last bits of an accountant differ between machines (in the eleventh digit of epsilon). A calibration looks
+only at sigmas of 6 digits and at bounds rounded to 6 digits, so every machine finds the same sigma and states the same
+epsilon, and records can be compared exactly: about one number in 10^5 would lie so close to a rounding edge that two
+machines disagree in its sixth digit.
 """
 
 from __future__ import annotations
@@ -49,6 +54,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -71,6 +77,7 @@ ACCOUNTANTS = ("prv", "rdp")
 
 TOLERANCE = 1e-3  # a calibrated epsilon is at most this far below its target (relative to targets below 1)
 EPSILON_MIN, EPSILON_MAX = 1e-3, 200.0  # targets that are accepted
+DIGITS = 6  # of a calibrated sigma and of a stated epsilon: see "Machines"
 
 Parts = tuple[tuple[float, int], ...]  # (sigma, releases) of each kind of release; all at the same q
 
@@ -108,11 +115,12 @@ class Spend:
 def calibrate(
     epsilon: float, delta: float, q: float, T: int, *, N: int | None = None, accountant: str = "prv"
 ) -> float:
-    """Find the sigma with which T steps at rate q spend at most `epsilon`, and at most 0.001 less.
+    """Find the sigma, a number of 6 digits, with which T steps at rate q spend at most `epsilon`, and hardly less.
 
-    Below epsilon = 1 the 0.001 is relative. Where the accountant changes its method (see above) there is a step in its
-    bound, and the gap may be up to 2% of epsilon. With N, the size of the private set, a delta of 1/N or more is
-    refused: it would allow a mechanism that publishes a random sample.
+    At most 0.001 less, below epsilon = 1 relative, and at large epsilon what the sixth digit of sigma makes. Where the
+    accountant changes its method (see above) there is a step in its bound, and the gap may be up to 2% of epsilon. With
+    N, the size of the private set, a delta of 1/N or more is refused: it would allow a mechanism that publishes a
+    random sample.
     """
     return _calibrate(*_target(epsilon, delta, q, T, N, accountant), accountant)
 
@@ -164,11 +172,8 @@ def plan(
     curvature, gradients = split(epsilon, delta, curvature_share)
     releases = math.ceil(T / _count("T_cur", T_cur))
     sigma_g, sigma_c = calibrate(*gradients, q, T), calibrate(*curvature, q, releases)
-    factor = _factor(((sigma_g, T), (sigma_c, releases)), epsilon, delta, q)
-    return [
-        Spend("gradients", *gradients, factor * sigma_g),
-        Spend("curvature", *curvature, factor * sigma_c, T_cur),
-    ]
+    (sigma_g, _), (sigma_c, _) = _together(((sigma_g, T), (sigma_c, releases)), epsilon, delta, q)
+    return [Spend("gradients", *gradients, sigma_g), Spend("curvature", *curvature, sigma_c, T_cur)]
 
 
 def composed(spends: list[Spend], q: float, T: int, delta: float, accountant: str = "prv") -> float:
@@ -206,12 +211,23 @@ def _calibrate(epsilon: float, delta: float, q: float, T: int, accountant: str) 
 
 
 @functools.lru_cache(maxsize=1024)
-def _factor(parts: Parts, epsilon: float, delta: float, q: float) -> float:
-    """Find the common factor of all sigmas with which the parts together spend at most epsilon, and hardly less."""
-    def together(factor: float) -> float:
-        return _bound(tuple((factor * sigma, n) for sigma, n in parts), q, delta, "prv")
+def _together(parts: Parts, epsilon: float, delta: float, q: float) -> Parts:
+    """Multiply all sigmas by one factor, such that the parts together spend at most epsilon, and hardly less."""
+    def scaled(factor: float) -> Parts:
+        return tuple((_digits(factor * sigma), n) for sigma, n in parts)
 
-    return _solve(together, epsilon, TOLERANCE * min(1.0, epsilon), 0.8)
+    factor = _solve(lambda factor: _bound(scaled(factor), q, delta, "prv"), epsilon, TOLERANCE * min(1.0, epsilon), 0.8)
+    return scaled(factor)
+
+
+def _digits(x: float) -> float:
+    """The nearest number of DIGITS digits."""
+    return float(f"{x:.{DIGITS}g}")
+
+
+def _up(x: float) -> float:
+    """The next number of DIGITS digits that is not below x; x itself if it is one."""
+    return float(Context(prec=DIGITS, rounding=ROUND_CEILING).plus(Decimal(repr(x))))
 
 
 def _solve(
@@ -219,13 +235,15 @@ def _solve(
 ) -> float:
     """Find a sigma with target - tolerance <= epsilon_of(sigma) <= target, for a decreasing epsilon_of.
 
-    Regula falsi on log epsilon against log sigma, which is nearly a straight line; bisection where that is slow. (Not
-    scipy's brentq: its tolerance is on sigma and has two sides, ours is on epsilon and must not be exceeded.) If
-    epsilon_of has a step at the target, the result is the side of the step with enough noise.
+    Every sigma that is looked at has DIGITS digits: last bits of epsilon_of then do not add up along the search. Regula
+    falsi on log epsilon against log sigma, which is nearly a straight line; bisection where that is slow. (Not scipy's
+    brentq: its tolerance is on sigma and has two sides, ours is on epsilon and must not be exceeded.) If epsilon_of has
+    a step at the target, or sigma's last digit is too coarse, the result is the side with enough noise.
     """
     low = high = None  # (sigma, epsilon) with too little noise, and with enough
     aim = target - tolerance / 2
     for look in range(looks):
+        sigma = _digits(sigma)
         epsilon = epsilon_of(sigma)
         if target - tolerance <= epsilon <= target:
             return sigma
@@ -239,13 +257,15 @@ def _solve(
             sigma *= math.exp(min(math.log(4), max(-math.log(4), step * 2**look)))
             if not 1e-3 < sigma < 1e9:
                 break
-        elif high[0] <= low[0] * (1 + 1e-8):
-            break
         else:
             weight = 0.5
             if look < 10 and high[1] > 0 and low[1] < math.inf:
                 weight = math.log(low[1] / aim) / math.log(low[1] / high[1])
             sigma = low[0] * (high[0] / low[0]) ** min(0.99, max(0.01, weight))
+            if not low[0] < _digits(sigma) < high[0]:
+                sigma = (low[0] + high[0]) / 2
+                if not low[0] < _digits(sigma) < high[0]:  # neighbours
+                    break
     if low is not None and high is not None and high[1] >= 0.98 * target:
         return high[0]
     raise UsageError(f"no sigma found that spends epsilon={target:g}: the accountant cannot resolve it")
@@ -334,7 +354,11 @@ SIGMA_MIN = 1e-3  # below it no useful guarantee is left
 
 @functools.lru_cache(maxsize=4096)
 def _bound(parts: Parts, q: float, delta: float, accountant: str) -> float:
-    """Bound from above the epsilon that all releases spend together."""
+    """Bound from above the epsilon that all releases spend together, rounded up to DIGITS digits."""
+    return _up(_exact_bound(parts, q, delta, accountant))
+
+
+def _exact_bound(parts: Parts, q: float, delta: float, accountant: str) -> float:
     if accountant == "rdp":
         return rdp(parts, q, delta, ORDERS)
     if min(sigma for sigma, _ in parts) < SIGMA_MIN:
@@ -428,6 +452,8 @@ def prv(parts: Parts, q: float, delta: float, error: float) -> float | None:
         with _quiet():
             losses = [_Loss(PoissonSubsampledGaussianPRV(q, sigma), domain.t_min, domain.t_max) for sigma, _ in parts]
             total = compose_heterogeneous([discretize(loss, domain) for loss in losses], [n for _, n in parts])
+            if total.domain.ts[-1] > PRV_LOSS_MAX:  # the composed domain is shifted by its mean
+                return None
             _, _, upper = total.compute_epsilon(delta, delta_error, error)
     except (ValueError, RuntimeError):  # Opacus refuses the grid
         return None

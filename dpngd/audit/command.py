@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
+from dpngd import progress
 from dpngd.errors import Parser, UsageError
 from dpngd.methods import METHODS, method
 
+METHOD, OPACUS, LEAK = 12.0, 20.0, 1.5  # seconds on one core: a method, the Opacus optimizer, a planted leak
 DESCRIPTION = """Does a private run keep its promise? One line per test: pass or FAIL, what was measured, the limit, and
 how small a leak the test sees. Without options: all methods and the Opacus optimizer. Exit code 1 on a failure."""
 
@@ -28,7 +29,8 @@ def declare(p: argparse.ArgumentParser) -> None:
                    help="aim at this time: fewer releases, less power (a method needs some 6 s at least)")
     p.add_argument("--seed", type=int, default=0, help="seed of what the audit draws (default 0)")
     p.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="methods at a time (default 2)")
-    p.add_argument("--json", action="store_true", help="print the table as JSON")
+    p.add_argument("--json", action="store_true",
+                   help="print all of it as JSON: `> results/audit.json` stores it for table and figure")
     p.add_argument("--figure", type=Path, metavar="FILE", help="draw the canary's scores (needs matplotlib)")
 
 
@@ -56,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     warnings.filterwarnings("ignore", module="opacus|torch")  # they warn about themselves
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # of Opacus's hooks, in our lines
     torch.set_num_threads(1)
     return _self_test(args) if args.self_test else _audit(args)
 
@@ -70,6 +73,7 @@ def _audit(args: argparse.Namespace) -> int:
     everything = not (args.method or args.opacus or args.release)
     names = list(METHODS) if everything else args.method or []
     report, left = audit.Report(), args.seconds
+    progress.say(outlook(args, len(names), everything or args.opacus))
     if args.release is not None:
         report.add(audit.audit_release(args.release, show))
     if everything or args.opacus:
@@ -83,19 +87,32 @@ def _audit(args: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=1, allow_nan=False))
     else:
         print(summary)
+        progress.say("docs/audit.md says what each test sees, and what none of them does")
     if args.figure is not None:
         report.figure(args.figure)
-        print(f"wrote {args.figure}", file=sys.stderr)
+        progress.say(f"wrote {args.figure}")
     return 0 if report.passed else 1
 
 
+def outlook(args: argparse.Namespace, methods: int, opacus: bool) -> str:
+    """What will be audited, and for about how long."""
+    parts = {f"the release {args.release}": args.release is not None, "the Opacus optimizer": opacus,
+             f"methods ({methods}, {args.jobs} at a time)": methods}
+    seconds = args.seconds or OPACUS * opacus + METHOD * (methods > 0) * (1 + methods / args.jobs)
+    return f"auditing {', '.join(name for name, there in parts.items() if there)}: about {progress.span(seconds)}"
+
+
 def _self_test(args: argparse.Namespace) -> int:
+    from dpngd.audit.leaks import leaks
     from dpngd.audit.report import outcome_dict, self_test
 
+    planted = len(leaks())
+    progress.say(f"{planted} planted leaks, each beside a clean control: about {progress.span(LEAK * planted)}")
     outcomes = self_test(lambda o: None if args.json else print(o.line(), flush=True))
     missed = [o for o in outcomes if not o.passed]
     if args.json:
-        print(json.dumps([outcome_dict(o) for o in outcomes], indent=1, allow_nan=False))
+        print(json.dumps({"passed": not missed, "seconds": round(sum(o.seconds for o in outcomes), 1),
+                          "leaks": [outcome_dict(o) for o in outcomes]}, indent=1, allow_nan=False))
     else:
         print(f"{len(outcomes) - len(missed)} of {len(outcomes)} planted leaks found, with their controls clean. "
               f"{sum(o.seconds for o in outcomes):.0f} s")

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
+import dpngd
 from dpngd import methods
-from dpngd.audit import checks, leaks
+from dpngd.audit import checks, distributed, figure, leaks
 from dpngd.audit import optimizer as opacus_checks
 from dpngd.audit import release as release_checks
 from dpngd.audit.checks import FALSE_ALARM, LEVEL, RELEASES, TESTS, Releases, Result
@@ -39,6 +40,7 @@ class Report:
     lines: list[Result] = field(default_factory=list)
     scores: Scores = field(default_factory=dict)
     seconds: float = 0.0
+    cpu: float = 0.0  # seconds of all processes
 
     @property
     def passed(self) -> bool:
@@ -52,6 +54,7 @@ class Report:
         self.lines += other.lines
         self.scores |= other.scores
         self.seconds += other.seconds
+        self.cpu += other.cpu
 
     def summary(self) -> str:
         statistical = sum(line.level is not None for line in self.lines)
@@ -59,37 +62,19 @@ class Report:
             raise UsageError(f"{statistical} statistical tests in one audit: the levels are set for {TESTS}; audit "
                              "fewer methods at a time")
         return (f"{len(self.failures)} of {len(self.lines)} tests failed. {statistical} are statistical, each at level "
-                f"{LEVEL:.0e}: false alarms below {100 * FALSE_ALARM:g} % for up to {TESTS}. {self.seconds:.0f} s")
+                f"{LEVEL:.0e}: false alarms below {100 * FALSE_ALARM:g} % for up to {TESTS}. "
+                f"{self.seconds:.0f} s, {self.cpu:.0f} s of CPU time")
 
     def to_dict(self) -> dict:
-        """The table as plain values, for a JSON file."""
-        return {"passed": self.passed, "level": LEVEL, "tests": TESTS, "false_alarm": FALSE_ALARM,
-                "seconds": round(self.seconds, 1), "lines": [line.to_dict() for line in self.lines]}
+        """All of it as plain values, for a JSON file: the lines, and the canary's scores as counts."""
+        return {"version": dpngd.__version__, "passed": self.passed, "level": LEVEL, "tests": TESTS,
+                "false_alarm": FALSE_ALARM, "seconds": round(self.seconds, 1), "cpu_seconds": round(self.cpu, 1),
+                "lines": [line.to_dict() for line in self.lines],
+                "canary": {name: figure.counts(*scores) for name, scores in self.scores.items()}}
 
     def figure(self, path: str | Path) -> None:
-        """Draw the canary's scores with and without it, a row per subject, with the two normal curves that sigma
-        allows. Needs matplotlib."""
-        try:
-            from matplotlib import pyplot as plt  # late: only the figure needs it
-        except ModuleNotFoundError:
-            raise UsageError("the figure needs matplotlib: pip install matplotlib") from None
-
-        rows = list(self.scores.items())
-        if not rows:
-            raise UsageError("no canary was scored: audit at least one method, or the Opacus optimizer")
-        fig, axes = plt.subplots(len(rows), 1, figsize=(6, 0.9 * len(rows) + 0.8), sharex=True, squeeze=False)
-        for ax, (name, (inside, outside, claim)) in zip(axes[:, 0], rows, strict=True):
-            grid = np.linspace(-4, claim + 4, 300)
-            for values, centre, colour, label in ((outside, 0, "#0072B2", "out"), (inside, claim, "#D55E00", "in")):
-                ax.hist(values, bins=60, range=(-4, claim + 4), density=True, alpha=0.4, color=colour, label=label)
-                ax.plot(grid, np.exp(-((grid - centre) ** 2) / 2) / np.sqrt(2 * np.pi), color=colour, lw=1)
-            ax.set_yticks([])
-            ax.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
-        axes[0, 0].legend(frameon=False, ncols=2, loc="upper center")
-        axes[-1, 0].set_xlabel("canary's score / its deviation; curves: what sigma allows")
-        fig.tight_layout()
-        fig.savefig(path, dpi=150)
-        plt.close(fig)
+        """Draw the canary's scores (`dpngd.audit.figure`). Needs matplotlib."""
+        figure.draw(self.to_dict()["canary"]).savefig(path, dpi=150)
 
 
 class _Notes(Report):
@@ -97,7 +82,7 @@ class _Notes(Report):
 
     def __init__(self, show: Show = lambda line: None):
         super().__init__()
-        self._show, self._start = show, time.perf_counter()
+        self._show, self._start, self._cpu = show, time.perf_counter(), time.process_time()
 
     def keep(self, r: Releases) -> None:
         scale = float(np.std(r.scores_out)) or 1.0
@@ -111,7 +96,8 @@ class _Notes(Report):
             self._show(line)
 
     def done(self) -> Report:
-        return Report(self.lines, self.scores, time.perf_counter() - self._start)
+        return Report(self.lines, self.scores, time.perf_counter() - self._start,
+                      self.cpu + time.process_time() - self._cpu)
 
 
 def audit(optimizer: DPOptimizer, model: nn.Module, x: Tensor, y: Tensor, *, loss: Callable = F.cross_entropy,
@@ -206,11 +192,14 @@ def audit_methods(names: list[str] | None = None, *, n: int = RELEASES, seed: in
         ("noise", lambda: checks.across_runs(secret, "release mode", seed=seed)),
         ("inclusion", lambda: checks.inclusion(Subject("dp-sgd"), source=secret_uniform, name="release mode")),
         ("loop", lambda: checks.release_loop(seed)),
+        ("distributed", lambda: distributed.check(seed=seed)),
     ):
         notes.take(checks.timed("release mode", test, check))
+    notes.take(checks.timed("training loop", "resume", lambda: checks.resume_loop(seed)))
     for report in _side_by_side(tasks, jobs):
         notes.scores.update(report.scores)
         notes.take(report.lines)
+        notes.cpu += report.cpu if jobs > 1 else 0.0  # of other processes
     return notes.done()
 
 

@@ -33,6 +33,7 @@ VALUES: dict[str, Any] = {
     "public": "made up", "public_size": 60, "C": 0.7, "lambda_safe": 0.2, "lambda_base": 0.05, "T1": 0.25, "p": 2.0,
     "T_cur": 4, "adadps_e": 1e-4, "C0": 0.9, "C1": 0.4, "gep_directions": 45, "pt_steps": 5, "pt_eta": 0.05,
     "curvature_C": 0.6, "kl_budget": 1.0, "kl_noise": 0.3, "probe": 32, "floor_rank": 0.1, "clip_ratio": 0.05,
+    "eta_sgd": 0.5, "C_sgd": 1.0,
 }
 """Settings of the methods' own fields. No two clips are equal, so that a channel clipped to another's is seen."""
 

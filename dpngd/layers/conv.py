@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpngd.layers.base import Layer, register
-from dpngd.layers.forms import Dense, LayerGradient, pair_sq_norms, weighted_energy
+from dpngd.layers.forms import Dense, Factors, LayerGradient, gram_sq_norms, pairs, product, weighted_energy
 
 UNFOLDED = 2**20
 """Bytes of patches that are copied out at once: about what a core's second cache holds."""
@@ -32,11 +32,12 @@ UNFOLDED = 2**20
 class Conv2dLayer(Layer):
     """z_t = W a_t + bias, a_t the patch of the input that output position t sees; R groups of channels.
 
-    Which way to the per-sample gradients is fastest depends on the shapes (measured on CPU cores; see `unfolds`):
-    - wide, with few positions: none at all, a and d are kept (`ConvFactors`);
-    - few input channels, 1x1, or few positions: unfold, then one matrix product per sample;
-    - K >= 8 views: an ordinary weight gradient for each sample, whose batch is the sample's views;
-    - else: the weight gradient of one convolution with a group for every sample.
+    Which way to the per-sample gradients is fastest depends on the shapes (measured on CPU cores; see `way`):
+    - few positions for the size of g: none at all, a and d are kept (`ConvFactors`);
+    - 1x1, or few positions: unfold, then one matrix product per sample;
+    - many views: an ordinary weight gradient for each sample, whose batch is the sample's views;
+    - else: the weight gradient of one convolution with a group for every sample. The library's kernels for it take
+      channels in eights; other numbers of channels are fast with the channels of a pixel side by side.
     The choice is by shape and not by timing, so that a run repeats bit for bit.
     """
 
@@ -65,8 +66,30 @@ class Conv2dLayer(Layer):
         """Per-sample gradients in the form that costs least for these shapes."""
         a, I = self.padded(a), self.patch
         S = K * d.shape[2] * d.shape[3]
-        wide = self.O * I >= 2**18 and 2 * S * (I + self.O) < self.O * I
-        return ConvFactors(self, a, d, K) if wide and self.R == 1 else self.per_sample(a, d, K)
+        few = 2 * S * (I + self.O) < self.O * I  # S^2 (I + O) products and one weight gradient, against S O I and g
+        return ConvFactors(self, a, d, K) if few and self.R == 1 else self.per_sample(a, d, K)
+
+    def samples(self, a: Tensor, d: Tensor) -> Dense | Factors:
+        """g, or where positions are few the patches and output gradients that it is a product of."""
+        if self.R == 1 and 4 * d[0, 0].numel() <= self.O:
+            U, D = self.columns(a, d)
+            return Factors(U[:, 0].mT.contiguous(), D[:, 0].mT.clone())
+        return self.per_sample(self.padded(a), d, 1)
+
+    def apart(self, g: Dense | Factors) -> list[Tensor]:
+        """As of every layer; columns that run (tap, channel) stay so in memory, and nothing is copied."""
+        if isinstance(g, Factors) or g.taps == 1:
+            return super().apart(g)
+        w = g.w.unflatten(3, (self.taps, self.C)).mT.flatten(1, 2).unflatten(3, self.kernel)
+        return [w, g.bias.flatten(1)] if self.bias else [w]
+
+    def join(self, *gradients: Tensor) -> Dense:
+        """The inverse of `apart`, of what Opacus gives too."""
+        w = gradients[0].permute(0, 1, 3, 4, 2)
+        if self.taps == 1 or gradients[0].is_contiguous() or not w.is_contiguous():
+            return super().join(*gradients)
+        bias = gradients[1].view(-1, self.R, self.O) if self.bias else None
+        return Dense(w.view(-1, self.R, self.O, self.patch), bias, self.taps)
 
     def moments(self, a: Tensor, d: Tensor, inputs: bool) -> tuple[Tensor | None, Tensor]:
         H, W = d.shape[2:]
@@ -78,35 +101,65 @@ class Conv2dLayer(Layer):
         """The input as the convolution itself sees it, but for zeros that `padding` still asks for."""
         return a if self.pad is None else F.pad(a, self.pad[0], mode=self.pad[1])
 
-    def per_sample(self, a: Tensor, d: Tensor, K: int) -> Dense:
-        """g from the (padded) input a (b*K, R*C, H, W) and d (b*K, R*O, H', W')."""
+    def per_sample(self, a: Tensor, d: Tensor, K: int, way: str | None = None) -> Dense:
+        """g from the (padded) input a (b*K, R*C, H, W) and d (b*K, R*O, H', W'); `way` as below, where it is given."""
         b = len(d) // K
         bias = d.flatten(2).sum(2).view(b, K, self.R, self.O).sum(1) if self.bias else None
-        if self.unfolds(K, d[0, 0].numel()):
+        way = way or self.way(K, d[0, 0].numel())
+        if way == "unfold":
             return self._unfolded(a, d, b, bias)
-        if K >= 8:
+        if way == "loop":
             w = torch.cat([self.weight_gradient(x, e, 1) for x, e in zip(a.split(K), d.split(K), strict=True)])
-        else:
-            a = a.unflatten(0, (b, K)).transpose(0, 1).flatten(1, 2)
-            w = self.weight_gradient(a, d.unflatten(0, (b, K)).transpose(0, 1).flatten(1, 2), b)
-        return Dense(w.view(b, self.R, self.O, self.patch), bias)
+            return Dense(w.view(b, self.R, self.O, self.patch), bias)
+        innermost = way == "pixels"
+        size = self._at_once(a, d, b)
+        parts = zip(a.split(size * K), d.split(size * K), strict=True)
+        w = [self.weight_gradient(*(self._side_by_side(t, K, innermost) for t in part), len(part[0]) // K)
+             for part in parts]
+        w = (torch.cat(w) if len(w) > 1 else w[0]).view(b, self.R, self.O, self.patch)
+        return Dense(w, bias, self.taps if innermost else 1)
 
-    def unfolds(self, K: int, S: int) -> bool:
-        """Whether the patches are copied out, K views of S positions each.
+    def _at_once(self, a: Tensor, d: Tensor, b: int) -> int:
+        """Samples per convolution with a group for each: what a core's caches hold, where g is small beside a and d."""
+        read, written = (a.numel() + d.numel()) * a.element_size(), b * self.R * self.O * self.patch * a.element_size()
+        parts = -(-read // (4 * UNFOLDED)) if read >= 4 * written else 1
+        return -(-b // min(parts, max(1, b // 16)))
 
-        A convolution with a group per sample starts slowly on few positions or many channels; unfolding writes k*k
-        copies of the input, which is little for 1x1 kernels, few channels or few positions.
+    def way(self, K: int, S: int) -> str:
+        """How g is computed, for K views of S positions each.
+
+        A convolution with a group per sample starts slowly where positions are few, and for several views its input has
+        to be rearranged, which a loop over samples spares. Unfolding writes k*k copies of the input.
         """
-        few = S <= 64 or (self.O >= 64 and S <= 256)
-        return self.taps == 1 or self.C <= 4 or (K < 8 and few)
+        if K * S < 64 or (self.taps == 1 and (self.C < 64 or self.C % 16)):
+            return "unfold"
+        if self.C % 8 == 0:
+            return "loop" if K >= 8 and S >= 1024 else "groups"
+        return "pixels" if K == 1 else "loop"
+
+    @staticmethod
+    def _side_by_side(t: Tensor, K: int, innermost: bool) -> Tensor:
+        """(b*K, C, H, W) -> (K, b*C, H, W): all samples' channels side by side; for K = 1, innermost in memory."""
+        if K > 1:
+            return t.unflatten(0, (-1, K)).transpose(0, 1).flatten(1, 2)
+        t = t.reshape(1, -1, *t.shape[2:])
+        if not innermost:
+            return t
+        # As a matrix: its transpose is copied block by block, in a third of the time of a copy between layouts.
+        return t.view(t.shape[1], -1).t().contiguous().view(1, *t.shape[2:], -1).permute(0, 3, 1, 2)
 
     def weight_gradient(self, a: Tensor, d: Tensor, b: int) -> Tensor:
-        """Weight gradient of a convolution whose channels hold b samples side by side: (b*R, O, I)."""
+        """Weight gradient of a convolution whose channels hold b samples side by side: (b*R, O, I).
+
+        The columns run (channel, tap); where the channels of a pixel are innermost in memory, (tap, channel).
+        """
         groups = b * self.R
         shape = a.new_empty(()).expand(groups * self.O, self.C, *self.kernel)  # only its shape is read
         w = torch.ops.aten.convolution_backward(
             d, a, shape, None, self.stride, self.padding, self.dilation, False, (0, 0), groups, (False, True, False)
         )[1]
+        if not w.is_contiguous():
+            w = w.permute(0, 2, 3, 1)
         return w.reshape(groups, self.O, self.patch)
 
     def _unfolded(self, a: Tensor, d: Tensor, b: int, bias: Tensor | None) -> Dense:
@@ -125,14 +178,12 @@ class Conv2dLayer(Layer):
             D = d.reshape(b, self.R, self.O, H * W)
         else:  # the views of a sample are further positions
             D = d.view(b, views, self.R, self.O, H, W).permute(0, 2, 3, 1, 4, 5).reshape(b, self.R, self.O, -1)
-        g, kept, lo = d.new_empty(b, self.R, self.O, self.patch), [], 0
+        g, lo = d.new_empty(b, self.R, self.O, self.patch), 0
         for U in self._patch_rows(a, b, H, W):
             hi = lo + len(U) // self.R
             torch.bmm(D[lo:hi].flatten(0, 1), U, out=g[lo:hi].flatten(0, 1))
-            if 4 * views * H * W <= self.O:
-                kept.append(U.view(-1, self.R, *U.shape[1:]))
             lo = hi
-        return Dense(g, bias, self.taps, (D, torch.cat(kept)) if kept else None)
+        return Dense(g, bias, self.taps)
 
     def _patch_rows(self, a: Tensor, b: int, H: int, W: int) -> Iterator[Tensor]:
         """The patches of b samples as rows, a few samples at a time: (samples * R, S, I), columns tap by tap."""
@@ -186,18 +237,53 @@ class Conv2dLayer(Layer):
             A, ones = a.new_zeros(self.patch, self.patch), a.new_zeros(self.patch)
             for U in self._patch_rows(self.padded(a), len(a), H, W):
                 U = U.flatten(0, 1)
-                A.addmm_(U.mT, U)
+                A += product(U.mT, U.mT)
                 if self.bias:
                     ones += U.sum(0)
-            ones = ones.view(self.taps, self.C).mT.reshape(1, -1)
-            A = A.view(self.taps, self.C, self.taps, self.C).permute(1, 0, 3, 2).reshape(1, self.patch, self.patch)
+            A, ones = self._in_order(A, ones)
         else:
             U = self.patches(self.padded(a), H, W).permute(1, 2, 3, 4, 0, 5, 6).reshape(self.R, self.patch, -1)
             A, ones = U @ U.mT, U.sum(2)
+        return self._bordered(A, ones, len(a) * H * W)
+
+    def sampled_moment(self, a: Tensor, d: Tensor, positions: int) -> Tensor | None:
+        """`second_moment` from every (S / positions)-th position, beginning at position i of image i, times that."""
+        n, (H, W) = len(a), d.shape[2:]
+        if self.R > 1 or 2 * positions > H * W:
+            return None
+        every = torch.linspace(0, H * W, positions + 1)[:-1].long()
+        t = (torch.arange(n).unsqueeze(1) + every) % (H * W)  # (n, positions)
+        U = self._rows_at(self.padded(a), (t // W).to(a.device), (t % W).to(a.device))
+        scale = H * W / positions
+        A, ones = self._in_order(U.mT @ U * scale, U.sum(0) * scale)
+        return self._bordered(A, ones, n * H * W)
+
+    def _rows_at(self, a: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        """Patches that the output positions (row, column), both (n, p), see, as rows (n * p, I), tap by tap; R = 1."""
+        (kh, kw), (sh, sw), (dh, dw), (ph, pw) = self.kernel, self.stride, self.dilation, self.padding
+        pixels = a.permute(0, 2, 3, 1)
+        pixels = F.pad(pixels, (0, 0, pw, pw, ph, ph)) if ph or pw else pixels.contiguous()
+        n, Hp, Wp, C = pixels.shape
+        whole = dw == 1  # the taps of a kernel row are neighbours in memory
+        start = (torch.arange(n, device=a.device).unsqueeze(1) * Hp + row * sh) * Wp + column * sw
+        start = start.unsqueeze(2) + torch.arange(kh, device=a.device) * (dh * Wp)
+        if not whole:
+            start = start.unsqueeze(3) + torch.arange(kw, device=a.device) * dw
+        length = C * (kw if whole else 1)
+        runs = pixels.as_strided(((pixels.numel() - length) // C + 1, length), (C, 1))  # overlapping
+        return runs.index_select(0, start.flatten()).view(-1, self.patch)
+
+    def _in_order(self, A: Tensor, ones: Tensor) -> tuple[Tensor, Tensor]:
+        """Moments (I, I) and (I,) of rows that run (tap, channel), as (1, I, I) and (1, I) in the order of weights."""
+        A = A.view(self.taps, self.C, self.taps, self.C).permute(1, 0, 3, 2).reshape(1, self.patch, self.patch)
+        return A, ones.view(self.taps, self.C).mT.reshape(1, -1)
+
+    def _bordered(self, A: Tensor, ones: Tensor, count: int) -> Tensor:
+        """A with the row and column of the bias' coordinate, 1: sums of a (R, I), and of 1, `count`."""
         if not self.bias:
             return A
         ones = ones.unsqueeze(2)
-        last = torch.cat([ones.mT, ones.new_full((self.R, 1, 1), len(a) * H * W)], 2)
+        last = torch.cat([ones.mT, ones.new_full((self.R, 1, 1), count)], 2)
         return torch.cat([torch.cat([A, ones], 2), last], 1)
 
 
@@ -218,9 +304,10 @@ class ConvFactors:
 
     @cached_property
     def _norms(self) -> tuple[Tensor, Tensor]:
-        layer = self.layer
-        U = self._positions(F.unfold(self.a, layer.kernel, layer.dilation, layer.padding, layer.stride))
-        return pair_sq_norms(U.mT, self._positions(self.d).mT, one=float(layer.bias))  # the bias' coordinate is 1
+        layer, (H, W) = self.layer, self.d.shape[2:]
+        d, b = self._positions(self.d).mT, len(self.d) // self.K
+        A = torch.cat([pairs(U) for U in layer._patch_rows(self.a, b, H, W)])
+        return gram_sq_norms(A, d, lambda rows: self.select(rows).double().materialise(), layer.patch, one=layer.bias)
 
     def sq_norms(self) -> Tensor:
         return self._norms[0]
@@ -236,6 +323,10 @@ class ConvFactors:
         kernels = Q_A[0, : layer.patch].mT.reshape(k, -1, *layer.kernel)
         last = Q_A[0, layer.patch] if layer.bias else None
         aQ = self._positions(F.conv2d(self.a, kernels, last, layer.stride, layer.padding, layer.dilation))
+        (O, m), S = Q_G.shape[1:], aQ.shape[2]
+        if O * k * (S + m) < S * m * (O + k):  # the side first that leaves less to do for the other
+            right = aQ @ self._positions(self.d).mT  # (b, k, O)
+            return (right.reshape(-1, O) @ Q_G[0]).view(-1, k, m).mT.unsqueeze(1)
         dQ = self._positions(torch.einsum("nohw,om->nmhw", self.d, Q_G[0]))
         return (dQ @ aQ.mT).unsqueeze(1)
 
@@ -251,7 +342,9 @@ class ConvFactors:
         return torch.cat([w, d.sum((0, 2, 3)).view(1, -1, 1)], -1) if self.layer.bias else w
 
     def materialise(self) -> Tensor:
-        return self.layer.per_sample(self.a, self.d, self.K).materialise()
+        # Groups leave the columns in order; where g is wanted whole, that spares a copy. Not in float64: no kernel.
+        ordered = self.layer.C % 8 == 0 and self.layer.taps > 1 and self.a.dtype == torch.float32
+        return self.layer.per_sample(self.a, self.d, self.K, "groups" if ordered else None).materialise()
 
     def select(self, keep: Tensor) -> ConvFactors:
         rows = (keep[:, None] * self.K + torch.arange(self.K, device=keep.device)).flatten()

@@ -30,6 +30,9 @@ class LinearLayer(Layer):
         S, O, I = d.shape[1], d.shape[2], a.shape[2]
         return Factors(a, d) if S * (O + I) <= O * I or S == 1 else Dense((d.mT @ a).unsqueeze(1))
 
+    def samples(self, a: Tensor, d: Tensor) -> Factors | Dense:
+        return self.gradient(a if self.bias else a.clone(), d.clone(), 1)  # with a bias, a is copied to append a 1
+
     def input_rows(self, a: Tensor) -> Tensor:
         a = a.reshape(-1, a.shape[-1])  # nothing is copied
         return F.pad(a, (0, 1), value=1.0) if self.bias else a

@@ -70,7 +70,7 @@ class GroupNormLayer(NormLayer):
         """Gradients of x, of scale and of shift, the last two (n, C) per row."""
         n, C, G, S = len(x), self.module.num_channels, self.module.num_groups, x[0, 0].numel()
         x, d = (t.reshape(1, n * C, S) for t in (x, d))
-        scale = self.module.weight.detach().repeat(n)
+        scale = self.module.weight.detach().expand(n, C).contiguous().view(-1)
         dx, scale, shift = torch.ops.aten.native_group_norm_backward(
             d, x, mean.view(1, -1), rstd.view(1, -1), scale, 1, n * C, S, n * G, wanted)
         return dx, scale.view(n, C), shift.view(n, C)

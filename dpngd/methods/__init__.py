@@ -9,10 +9,12 @@
     dp-ngd and its arms    gradient sum under F~'s power, C          (epsilon, delta)
     dp-ngd-private-f       as dp-ngd; every T_cur steps also         (epsilon, delta) for both, composed by PRV; the
                            K-FAC factors, 1 and curvature_C          share f fixes the ratio of the noises
-    dp-ngd-kl, -free,      as dp-ngd, and for dp-sgd-kl as dp-sgd;   (epsilon, delta)
-    dp-sgd-kl              C from public images
+    dp-ngd-auto            as dp-ngd                                 (epsilon, delta)
+    dp-ngd-kl, -free,      as dp-ngd, dp-sgd, adadps or an arm of    (epsilon, delta)
+    dp-sgd-kl, adadps-kl,  dp-ngd; C from public images
+    dp-ngd-kl's arms
 
-The last three have no rate: their step is as long as a KL budget says (`dpngd.steps`), which is post-processing.
+The last ones have no rate: their step is as long as a KL budget says (`dpngd.steps`), which is post-processing.
 
 Adding a method is one entry here (`register`), a builder (one of those here, or a function Setting -> Built), and its
 settings in params/. The guarantee of a method is in the docstring of its builder. All are for adding or removing one
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dpngd.errors import UsageError, unknown
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dpngd.gradients import PerSample
+    from dpngd.group import Group
     from dpngd.mechanism import GaussianMechanism, Geometry
     from dpngd.noise import Noise
     from dpngd.privacy import Spend
@@ -67,7 +70,7 @@ class Method:
     baseline: bool = False  # one of the methods that the paper compares DP-NGD with
     pretrained: bool = False  # starts from weights trained on the public set
     arm_of: str | None = None  # an ablation arm names the method that it varies
-    studies: str = ""  # what an arm is about: "floor", "clipping", "labels", "clamping" or "private curvature"
+    studies: str = ""  # what an arm is about: "floor", "clipping", "labels", "clamping", "private curvature", "KL step"
     left: float | None = None  # power of F~ before clipping; None for a method without F
     right: float | None = None  # power of F~ after the noise
     clamp: str = "product"  # what is clamped: the product spectrum, or each "factor"
@@ -77,9 +80,19 @@ class Method:
     public_from: tuple[str, ...] = ()  # the only public sets that it takes; any where empty
 
     @property
+    def kl_step(self) -> bool:
+        """Whether a KL budget decides how far a step goes."""
+        return "kl_budget" in self.uses
+
+    @property
+    def finds_rate(self) -> bool:
+        """Whether its builder finds eta, from a floor that is known only when a run starts."""
+        return "eta_sgd" in self.uses
+
+    @property
     def rate(self) -> bool:
-        """Whether it has a learning rate eta; the others have a KL budget."""
-        return "kl_budget" not in self.uses
+        """Whether a config states its learning rate eta."""
+        return not (self.kl_step or self.finds_rate)
 
     @property
     def public(self) -> bool:
@@ -131,6 +144,7 @@ class Setting:
     public: Tensor | None = None
     draw: Callable[[], Iterable[tuple[Tensor, Tensor]]] | None = None
     noise: Callable[[str], Noise] | None = None  # by purpose, for releases of the method's own; None: from the seed
+    group: Group | None = None  # the processes that train together; None for one process
 
     @property
     def method(self) -> Method:
@@ -165,18 +179,21 @@ def build(setting: Setting) -> Built:
     built = builder_of(setting.method)(setting)
     if built.steps is None:
         built.steps = steps_of(setting)
+    if setting.group is not None:
+        built.mechanism = replace(built.mechanism, group=setting.group)
     return built
 
 
-def steps_of(setting: Setting) -> Steps:
-    """How far the method goes: the config's rate, with a guard where it has one, or its KL budget."""
+def steps_of(setting: Setting, eta: float | None = None) -> Steps:
+    """How far the method goes: the config's rate (or `eta`, which its builder found), with a guard where it has one, or
+    its KL budget."""
     from dpngd.steps import PROBE, KLBudget, Probe, Rate
 
     c, model = setting.config, setting.per_sample.model
-    if not setting.method.rate:
+    if setting.method.kl_step:
         return KLBudget(c.kl_budget, c.T, Probe(model, setting.public[: c.probe]), c.kl_noise)
     radius = getattr(c, "kl_radius", None)
-    return Rate(c.eta, radius, None if radius is None else Probe(model, setting.public[:PROBE]))
+    return Rate(c.eta if eta is None else eta, radius, None if radius is None else Probe(model, setting.public[:PROBE]))
 
 
 def builder_of(method: Method) -> Callable[[Setting], Built]:
@@ -219,7 +236,7 @@ _baseline("adadps", "AdaDPS", "diagonal scaling by public moments", "dpngd.metho
           frozenset({"C", "adadps_e", "T_cur"}) | PUBLIC, GREEN, "D")
 _natural("dp-ngd", "DP-NGD", "whitened, dynamic floor, clamped product, sampled labels", colour=VERMILION, marker="P")
 _natural("dp-ngd-fixed-floor", "fixed floor", "floor fixed at lambda_safe", floor="fixed", marker="v", studies="floor")
-_natural("dp-ngd-no-floor", "no floor", "eigenvalues not clamped", floor="none", colour=PURPLE, marker="X",
+_natural("dp-ngd-no-floor", "no floor", "eigenvalues not clamped", floor="none", marker="X",
          studies="floor")
 _natural("dp-ngd-factor-clamp", "factor clamp", "each Kronecker factor clamped, not their product", clamp="factor",
          studies="clamping")
@@ -237,14 +254,29 @@ _natural("dp-ngd-private-20", "private 20/80", "private curvature for 20% of the
 _natural("dp-ngd-private-50", "private 50/50", "private curvature for 50% of the budget", curvature_share=0.5,
          studies="private curvature")
 register(Method(
+    name="dp-ngd-auto", label="DP-NGD, floor by rank", about="dp-ngd with a floor by rank and eta from it and DP-SGD's "
+    "rate: nothing new to tune", marker="h", left=-0.5, right=-0.5, floor="auto",
+    builder="dpngd.methods.dp_ngd:build_auto", uses=PUBLIC | CURVATURE | FLOORS["auto"] | {"eta_sgd", "C_sgd"}))
+register(Method(
     name="dp-ngd-kl", label="DP-NGD, KL step", about="dp-ngd with a floor by rank and a KL budget: no rate",
     colour=BLUE, marker=">", left=-0.5, right=-0.5, floor="auto", builder="dpngd.methods.dp_ngd:build_kl",
     uses=PUBLIC | {"T_cur"} | FLOORS["auto"] | KL_STEP))
 register(Method(
     name="dp-ngd-free", label="DP-NGD free", about="dp-ngd-kl on public images made here: no rate, no public data",
-    colour=VERMILION, marker="*", left=-0.5, right=-0.5, floor="auto", builder="dpngd.methods.dp_ngd:build_kl",
+    colour=PURPLE, marker="*", left=-0.5, right=-0.5, floor="auto", builder="dpngd.methods.dp_ngd:build_kl",
     uses=PUBLIC | {"T_cur"} | FLOORS["auto"] | KL_STEP, public_from=("noise", "dead-leaves")))
 register(Method(
     name="dp-sgd-kl", label="DP-SGD, KL step", about="DP-SGD with a KL budget (a control; F only measures the noise)",
     colour=BLACK, marker="<", left=0.0, right=0.0, floor="none", builder="dpngd.methods.dp_ngd:build_kl",
     uses=PUBLIC | {"T_cur"} | KL_STEP))
+for _name, _label, _left, _marker, _about in (
+        ("dp-ngd-kl-one-sided", "one-sided, KL step", -0.5, "h", "whitened and clipped, never mapped back"),
+        ("dp-ngd-kl-post", "post, KL step", -1.0, "d", "natural gradients F^-1 g clipped")):
+    register(Method(
+        name=_name, label=_label, about=f"{_about}; floor, C and KL budget of dp-ngd-kl", colour=BLUE, marker=_marker,
+        left=_left, right=0.0, floor="auto", builder="dpngd.methods.dp_ngd:build_kl", arm_of="dp-ngd-kl",
+        studies="KL step", uses=PUBLIC | {"T_cur"} | FLOORS["auto"] | KL_STEP))
+register(Method(
+    name="adadps-kl", label="AdaDPS, KL step", about="AdaDPS's diagonal; its constant by rank, C and a KL budget",
+    colour=GREEN, marker="p", builder="dpngd.methods.adadps:build_kl", arm_of="dp-ngd-kl", studies="KL step",
+    uses=PUBLIC | {"T_cur", "floor_rank"} | KL_STEP))

@@ -4,6 +4,8 @@
     v       (d,)    E[g^2] over public samples, one entry per parameter
     L       (d,)    1 / (sqrt(v) + e), entry by entry;  R = I: it never maps back
 
+`adadps-kl` is an ablation of ours: this map with a KL budget (`dpngd.steps`) in place of a rate.
+
 Theirs squares minibatch means once per epoch; here v is the per-sample second moment, refreshed like DP-NGD's curvature
 and with the same labels: its strong version.
 """
@@ -11,16 +13,19 @@ and with the same labels: its strong version.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpngd.clamping import by_rank
 from dpngd.curvature import sampled_labels
 from dpngd.geometry import SUMMED_ABOVE
 from dpngd.gradients import Blocks, PerSample, SampleGradients, micro_batches
 from dpngd.layers.forms import Dense
 from dpngd.mechanism import GaussianMechanism
 from dpngd.methods import Built, Setting, every
+from dpngd.natural import public_clip
 from dpngd.noise import stream
 
 
@@ -40,22 +45,49 @@ def build(setting: Setting) -> Built:
                  held={"scale": geometry, "labels": labels})
 
 
+def build_kl(setting: Setting) -> Built:
+    """The same map; e and C from public images at theta_0, and a KL budget in place of a rate.
+
+    e is the root of the moment above which a share `floor_rank` of all entries lie: as DP-NGD's floor by rank, on the
+    diagonal.
+
+    Guarantee: T releases as those of `build`, sensitivity C, noise sigma C; (epsilon, delta) by PRV. e and C are found
+    before any private sample is drawn, and the length of a step is post-processing (`dpngd.steps`).
+    """
+    c, labels = setting.config, stream(setting.config.seed, "labels")
+    plain = PerSample(setting.per_sample.model, check=False)
+
+    def moment() -> Blocks:
+        return second_moment(plain, setting.public, sampled_labels(plain.model, setting.public, labels))
+
+    first = moment()
+    geometry = Diagonal(by_rank(torch.cat([v.flatten() for v in first]), c.floor_rank) ** 0.5)
+    geometry.set(first)
+    C = public_clip(plain, geometry, setting.public, c.clip_ratio, stream(c.seed, "clip"))
+    mechanism = GaussianMechanism((C,), setting.spends[0].sigma, c.B)
+    return Built(geometry, mechanism, every(c.T_cur, lambda: geometry.set(moment())),
+                 noise_kl=lambda: (mechanism.noise_std[0] / c.B) ** 2 / 2 * geometry.trace,
+                 held={"scale": geometry, "labels": labels})
+
+
 class Diagonal:
     """L = 1 / (sqrt(v) + e) entry by entry, R = I."""
 
     def __init__(self, e: float):
         self.e = e
         self.scale: Blocks = []
+        self.trace = 0.0  # of F, whose diagonal v is
 
     def set(self, second_moment: Blocks) -> None:
         """Fix L from public E[g^2]."""
         self.scale = [1 / (v.sqrt() + self.e) for v in second_moment]
+        self.trace = float(sum(v.double().sum() for v in second_moment))
 
-    def state_dict(self) -> dict[str, Blocks]:
-        return {"scale": self.scale}
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "trace": self.trace}
 
-    def load_state_dict(self, state: Mapping[str, Blocks]) -> None:
-        self.scale = state["scale"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scale, self.trace = state["scale"], state["trace"]
 
     def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
         norms = torch.stack([x.diagonal_sq_norms(s.square()) for x, s in zip(g.layers, self.scale, strict=True)])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from dpngd.clamping import AUTO, DynamicFloor, FixedFloor, Floor, NoFloor, dynamic_floor
-from dpngd.curvature import KFAC
+from dpngd.clamping import AUTO, DynamicFloor, FixedFloor, Floor, NoFloor, dynamic_floor, eta_ngd
+from dpngd.curvature import KFAC, LayerCurvature
 from dpngd.geometry import Kronecker
 from dpngd.gradients import PerSample
 from dpngd.mechanism import GaussianMechanism
-from dpngd.methods import Built, Setting
+from dpngd.methods import Built, Setting, steps_of
 from dpngd.natural import Estimate, Natural, public_clip
 from dpngd.noise import stream
 
@@ -26,10 +27,29 @@ def build(setting: Setting) -> Built:
     """
     labels = setting.method.labels
     generator = None if labels == "exact" else stream(setting.config.seed, "labels")
-    # Above a floor, directions of zero curvature need no eigenvectors; without one, or in a factor of its own, they do.
+    # Directions below the floor need no eigenvectors; without a floor, or where each factor has its own, they do.
     span = setting.method.clamp == "product" and setting.method.floor != "none"
-    kfac = KFAC(setting.per_sample.model, setting.public, labels=labels, generator=generator, span=span)
+    kfac = KFAC(setting.per_sample.model, setting.public, labels=labels, generator=generator, span=span,
+                least=lowest(floor_of(setting.method.floor, setting.config)), group=setting.group)
     return whitened(setting, kfac, {} if generator is None else {"labels": generator})
+
+
+def build_auto(setting: Setting) -> Built:
+    """The same with lambda_safe by rank, lambda_base = lambda_safe / 4 and eta = eta_sgd C_sgd sqrt(lambda_safe) / C.
+
+    Guarantee: T releases of the sum of F~^-1/2 g, sensitivity C, noise sigma C; (epsilon, delta) by PRV. The floor is
+    found once, from F on public images at theta_0, before any private sample is drawn: it and eta are constants of the
+    run, and the rate is post-processing. For the rest, see `build`.
+    """
+    c = setting.config
+    labels = stream(c.seed, "labels")
+    kfac = KFAC(setting.per_sample.model, setting.public, labels=setting.method.labels, generator=labels)
+    F = kfac()
+    floor = dynamic_floor(AUTO, c.T, T1=c.T1, p=c.p, curvature=lambda: F, share=c.floor_rank)
+    built = whitened(setting, kfac, {"labels": labels}, floor, start=F)
+    eta = eta_ngd(floor.lambda_safe, c.C, c.eta_sgd, c.C_sgd)
+    clamped = built.diagnose
+    return replace(built, steps=steps_of(setting, eta), diagnose=lambda: {**clamped(), "eta": eta})
 
 
 def build_kl(setting: Setting) -> Built:
@@ -41,10 +61,11 @@ def build_kl(setting: Setting) -> Built:
     """
     m, c, model = setting.method, setting.config, setting.per_sample.model
     labels = stream(c.seed, "labels")
-    kfac = KFAC(model, setting.public, labels=m.labels, generator=labels)
+    kfac = KFAC(model, setting.public, labels=m.labels, generator=labels, span=True, group=setting.group)
     F = kfac()
     floor = (NoFloor() if m.floor == "none" else
              dynamic_floor(AUTO, c.T, T1=c.T1, p=c.p, curvature=lambda: F, share=c.floor_rank))
+    kfac.least = lowest(floor)  # from here on; the floor was found among all eigenvalues
     dtype = setting.per_sample.zeros()[0].dtype
     natural = Natural(kfac, floor, c.T_cur, geometry=Kronecker(m.left, m.right, m.clamp), dtype=dtype, start=F)
     natural.geometry.set(F, floor(0), dtype)
@@ -61,11 +82,15 @@ def noise_kl(mechanism: GaussianMechanism, natural: Natural) -> Callable[[], flo
     return lambda: (mechanism.noise_std[0] / mechanism.B) ** 2 / 2 * natural.noise_energy()
 
 
-def whitened(setting: Setting, estimate: Estimate, held: dict[str, Any]) -> Built:
-    """The method's geometry around an estimate of F, which draws from the sources in `held`."""
+def whitened(setting: Setting, estimate: Estimate, held: dict[str, Any], floor: Floor | None = None,
+             start: list[LayerCurvature] | None = None) -> Built:
+    """The method's geometry around an estimate of F, which draws from the sources in `held`.
+
+    `floor` is the config's unless given, and `start` is F at theta_0 where it was estimated already.
+    """
     m, c = setting.method, setting.config
-    natural = Natural(estimate, floor_of(m.floor, c), c.T_cur, geometry=Kronecker(m.left, m.right, m.clamp),
-                      dtype=setting.per_sample.zeros()[0].dtype)
+    natural = Natural(estimate, floor or floor_of(m.floor, c), c.T_cur, geometry=Kronecker(m.left, m.right, m.clamp),
+                      dtype=setting.per_sample.zeros()[0].dtype, start=start)
     mechanism = GaussianMechanism((c.C,), setting.spends[0].sigma, c.B)
     return Built(natural.geometry, mechanism, natural.prepare, natural.diagnose, held={"natural": natural, **held})
 
@@ -75,3 +100,10 @@ def floor_of(kind: str, c: Any) -> Floor:
     if kind == "none":
         return NoFloor()
     return FixedFloor(c.lambda_safe) if kind == "fixed" else DynamicFloor(c.lambda_safe, c.lambda_base, c.T, c.T1, c.p)
+
+
+def lowest(floor: Floor) -> float:
+    """The least lambda_t of a run."""
+    if isinstance(floor, DynamicFloor):
+        return floor.lambda_base
+    return floor.lambda_safe if isinstance(floor, FixedFloor) else floor.tiny

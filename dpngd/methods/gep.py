@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -28,11 +28,13 @@ from torch import Tensor
 from dpngd.errors import UsageError
 from dpngd.geometry import EXACT_BELOW, SUMMED_ABOVE
 from dpngd.gradients import Blocks, PerSample, SampleGradients, micro_batches
+from dpngd.layers.forms import product
 from dpngd.mechanism import GaussianMechanism
 from dpngd.methods import Built, Setting, every
 from dpngd.noise import stream
 
 GROUPS = 3
+ROWS = 256  # of V, worked on at once
 
 
 def build(setting: Setting) -> Built:
@@ -76,10 +78,21 @@ class Subspace:
         self.like = zeros
         self.bounds: list[tuple[int, int]] = []
         self.bases: list[Tensor] = []
+        self._pieces: list[tuple[int, int, int, int, Tensor]] = []
 
     def set(self, bounds: list[tuple[int, int]], bases: list[Tensor]) -> None:
         """Fix V: group j of the flat vector is [lo, hi), its basis (hi - lo, k_j) orthonormal."""
         self.bounds, self.bases = bounds, bases
+        self._pieces = list(self._cut())
+
+    def _cut(self) -> Iterator[tuple[int, int, int, int, Tensor]]:
+        """(group, layer, lo, hi, V'): the parts of V' (k_j, hi - lo) that meet entries lo .. hi of a layer's block."""
+        ends = list(itertools.accumulate((z.numel() for z in self.like), initial=0))
+        for j, ((lo, hi), V) in enumerate(zip(self.bounds, self.bases, strict=True)):
+            for layer, (start, stop) in enumerate(itertools.pairwise(ends)):
+                first, last = max(lo, start), min(hi, stop)
+                if first < last:
+                    yield j, layer, first - start, last - start, V[first - lo : last - lo].mT.contiguous()
 
     def state_dict(self) -> dict[str, Any]:
         return {"bounds": self.bounds, "bases": self.bases}
@@ -97,9 +110,19 @@ class Subspace:
         parts = e.split([V.shape[1] for V in self.bases], -1)
         return torch.cat([p @ V.mT.to(e.dtype) for p, V in zip(parts, self.bases, strict=True)], -1)
 
+    def _inside(self, g: SampleGradients) -> Tensor:
+        """||V' g_i||^2, (b,), layer by layer: the flat gradients are never copied side by side."""
+        if not self.bases:
+            raise ValueError("GEP has no basis: `set` comes before the first step")
+        flat = [x.materialise().flatten(1) for x in g.layers]
+        parts: list[Tensor | None] = [None] * len(self.bases)
+        for j, layer, lo, hi, Vt in self._pieces:
+            e = product(flat[layer][:, lo:hi], Vt)
+            parts[j] = e if parts[j] is None else parts[j].add_(e)
+        return torch.stack([e.square().sum(1) for e in parts]).sum(0)
+
     def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
-        flat = g.materialise()
-        whole, inside = g.sq_norms(), self.embed(flat).square().sum(1)
+        whole, inside = g.sq_norms(), self._inside(g)
         outside = whole - inside
         # Little is left of the subtraction, or of the terms that are added up: a gradient that lies almost wholly in
         # one channel is large in the sum from which the other is computed, and so is that sum's rounding in float32.
@@ -116,10 +139,14 @@ class Subspace:
         both = torch.stack([flatten(blocks).double() for blocks in sums])
         embedding, residual = [], both[1].clone()
         for (lo, hi), V in zip(self.bounds, self.bases, strict=True):
-            V = V.double()  # once per group, for both channels and both ways
-            e = both[:, lo:hi] @ V
+            # In float64, a few rows of V at a time, which stay in cache: as a whole its copy costs more than the rest.
+            rows = [(slice(lo + r, min(lo + r + ROWS, hi)), V[r : r + ROWS]) for r in range(0, hi - lo, ROWS)]
+            e = both.new_zeros(2, V.shape[1])
+            for here, part in rows:
+                e.addmm_(both[:, here], part.double())
             embedding.append(e[0])
-            residual[lo:hi] -= V @ e[1]
+            for here, part in rows:
+                residual[here] -= part.double() @ e[1]
         dtype = self.like[0].dtype
         return [[torch.cat(embedding).to(dtype)], unflatten(residual.to(dtype), self.like)]
 
@@ -161,15 +188,19 @@ def principal_basis(per_sample: PerSample, x: Tensor, y: Tensor, directions: int
     G = torch.cat([g.materialise() for g in micro_batches(per_sample, x, y)])
     bounds, bases = [], []
     for lo, hi, k in shares(G.shape[1], len(G), directions):
-        part = G[:, lo:hi]
-        bases.append(orthonormal(part.mT @ gram_vectors(part, k)))
+        bases.append(principal(G[:, lo:hi].contiguous(), k))
         bounds.append((lo, hi))
     return bounds, bases
 
 
+def principal(G: Tensor, k: int) -> Tensor:
+    """The k principal directions of the rows of G (n, d), (d, k), orthonormal to rounding."""
+    return orthonormal(product(G.mT.contiguous(), gram_vectors(G, k).mT.contiguous()))
+
+
 def gram_vectors(G: Tensor, k: int) -> Tensor:
     """The k leading eigenvectors of G G', (n, k). Where k is a small part of n, only those are computed."""
-    gram = (G @ G.mT).double()
+    gram = product(G, G).double()
     if not gram.isfinite().all():
         raise FloatingPointError("the public gradients are not finite: training has diverged")
     n = len(G)

@@ -25,14 +25,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpngd.curvature import LayerCurvature, draw_labels
+from dpngd.curvature import LayerCurvature, draw_labels, pass_labels
 from dpngd.gradients import Blocks, PerSample, SampleGradients, Tape
+from dpngd.group import ALONE, Group
 from dpngd.layers import Layer
 from dpngd.layers.base import views_as_positions
 from dpngd.mechanism import GaussianMechanism
 from dpngd.methods import Built, Setting
 from dpngd.methods.dp_ngd import whitened
-from dpngd.noise import Noise, seeded_noise, stream
+from dpngd.noise import Noise, SecretNoise, secret_stream, seeded_noise, stream
 
 CLIP_A = 1.0
 
@@ -46,8 +47,10 @@ def build(setting: Setting) -> Built:
     """
     c, (_, paid) = setting.config, setting.spends
     private = PerSample(setting.per_sample.model, K=c.K, check=False)
-    labels, noise = stream(c.seed, "labels"), (setting.noise or partial(seeded_noise, c.seed))("curvature-noise")
-    noisy = PrivateKFAC(private, setting.shape, c.curvature_C, paid.sigma, c.B, labels=labels, noise=noise)
+    noise = (setting.noise or partial(seeded_noise, c.seed))("curvature-noise")
+    labels = secret_stream() if isinstance(noise, SecretNoise) else stream(c.seed, "labels")  # of private samples
+    noisy = PrivateKFAC(private, setting.shape, c.curvature_C, paid.sigma, c.B, labels=labels, noise=noise,
+                        group=setting.group or ALONE)
     return whitened(setting, lambda: noisy(setting.draw()), {"labels": labels, "curvature-noise": noise})
 
 
@@ -98,9 +101,9 @@ class PrivateKFAC:
     """
 
     def __init__(self, per_sample: PerSample, shape: tuple[int, ...], curvature_C: float, sigma: float, B: float, *,
-                 labels: torch.Generator, noise: Noise):
+                 labels: torch.Generator, noise: Noise, group: Group = ALONE):
         self.per_sample, self.labels, self.noise = per_sample, labels, noise
-        self.mechanism = GaussianMechanism((CLIP_A, curvature_C), sigma, B)
+        self.mechanism = GaussianMechanism((CLIP_A, curvature_C), sigma, B, group)
         like = next(per_sample.model.parameters())
         blocks = [[like.new_zeros(layer.shape[0], n, n) for layer in per_sample.layers for n in [layer.sides[side]]
                    if n is not None] for side in (0, 1)]
@@ -125,9 +128,17 @@ class PrivateKFAC:
         return curvature
 
     def contributions(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[SampleGradients]:
-        """The factors of the samples of each micro-batch, held as per-sample gradients are."""
-        K = self.per_sample.K
-        for x, _ in batches:
+        """The factors of the samples of each micro-batch, held as per-sample gradients are; none of an empty one.
+
+        Of several processes each takes every size-th micro-batch, and passes over the labels of the others'.
+        """
+        K, group = self.per_sample.K, self.mechanism.group
+        for i, (x, _) in enumerate(batches):
+            if i % group.size != group.rank:
+                pass_labels(len(x), self.labels)
+                continue
+            if not len(x):  # a Poisson batch may be empty, and a network need not take it: noise alone is released
+                continue
             with Tape(self.per_sample.model, self.per_sample.layers, self._factors) as tape:
                 logits = tape.forward(x)
                 losses = self.per_sample.loss(logits, draw_labels(logits.detach(), self.labels))

@@ -11,8 +11,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpngd.errors import Parser, UsageError
+
+if TYPE_CHECKING:
+    from dpngd.suite.executors import Executor
 
 SHARD = ("train part I of N of the missing runs and nothing else (1/8 to 8/8 on eight machines); once all parts are "
          "done, the command without it goes on")
@@ -33,6 +37,12 @@ def run_arguments(argv: list[str] | None = None, prog: str = "dpngd run") -> arg
     p.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="some notebooks only, by name or number")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs and notebooks at a time (default: the cores)")
     p.add_argument("--shard", metavar="I/N", help=SHARD)
+    p.add_argument("--executor", choices=["processes", "ray"], default="processes",
+                   help="where runs are trained: in processes here (default), or on a Ray cluster (docs/scale.md)")
+    p.add_argument("--address", metavar="A", help="the Ray cluster: auto (default: the one that this machine is part "
+                                                  "of), HOST:PORT, or ray://HOST:10001 from outside")
+    p.add_argument("--ship-data", action="store_true", help="send data sets that a node of the cluster lacks to it")
+    p.add_argument("--workers", type=int, default=8, metavar="N", help="with --list: also the days on N devices (8)")
     p.add_argument("--train", action="store_true", help="train missing runs even where the profile ships results")
     p.add_argument("--refresh", action="store_true", help="forget stored and shipped runs, and train all of them")
     p.add_argument("--list", action="store_true", help="show runs, sigmas, steps and hours; train nothing")
@@ -46,7 +56,17 @@ def run_arguments(argv: list[str] | None = None, prog: str = "dpngd run") -> arg
     args = p.parse_args(argv)
     need_checkout(prog)
     at_least_1("--jobs", args.jobs)
+    at_least_1("--workers", args.workers)
     check_shard(args.shard)
+    if args.executor == "processes":
+        if args.address is not None:
+            raise UsageError("--address is of a Ray cluster: give --executor ray too")
+        if args.ship_data:
+            raise UsageError("--ship-data is for a Ray cluster: give --executor ray too")
+    else:
+        from dpngd.suite.cluster import check_installed
+
+        check_installed()
     for option in ("refresh", "export"):
         if args.shard and getattr(args, option):
             raise UsageError(f"--{option} beside --shard: --{option} is of all runs; give it alone, before or after "
@@ -56,7 +76,18 @@ def run_arguments(argv: list[str] | None = None, prog: str = "dpngd run") -> arg
     from dpngd.suite import profiles
 
     args.profile = profiles.load(args.profile)
+    args.executor = executor_of(args)
     return args
+
+
+def executor_of(args: argparse.Namespace) -> Executor | None:
+    """The cluster that was asked for; None for processes of this machine."""
+    if args.executor == "processes":
+        return None
+    from dpngd.suite.cluster import Ray
+
+    return Ray(args.address or os.environ.get("RAY_ADDRESS") or "auto", ship=args.ship_data,
+               **args.profile.settings["resources"])
 
 
 def tune(argv: list[str] | None = None) -> int:
@@ -65,6 +96,8 @@ def tune(argv: list[str] | None = None) -> int:
     p.add_argument("profile", help=PROFILE)
     p.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
     p.add_argument("--shard", metavar="I/N", help=SHARD)
+    p.add_argument("--gate", action="store_true", help="the gate instead: find N and B at which epsilon matters to "
+                                                       "DP-SGD, write params/tuned/<profile>-gate.yaml")
     p.add_argument("--show", action="store_true", help="run and write nothing, show what won so far")
     args = p.parse_args(argv)
     need_checkout("dpngd tune")
@@ -74,10 +107,15 @@ def tune(argv: list[str] | None = None) -> int:
         raise UsageError("--show beside --shard: a shard trains, and --show does not; give one of them")
     from dpngd.suite import profiles
 
-    profiles.load(args.profile)
+    profiles.untuned(args.profile)  # what was chosen for other settings does not matter here: it is chosen again
     from dpngd.suite.tuning import main
 
     return swept(lambda: main(args))
+
+
+def floor(text: str) -> float | None:
+    """--floor: a number, or None for "auto"."""
+    return None if text == "auto" else float(text)
 
 
 def bench(argv: list[str] | None = None) -> int:
@@ -85,10 +123,16 @@ def bench(argv: list[str] | None = None) -> int:
     p.add_argument("--models", nargs="+", metavar="MODEL", help="default: small wrn-10-1 resnet-20 wrn-16-4")
     p.add_argument("--quick", action="store_true",
                    help="within a minute: the small network, 5 rounds, the contenders of the goals, no memory")
-    p.add_argument("--opacus", action="store_true", help="also Opacus's loop with DPNGD, against its own DP-SGD loop")
+    p.add_argument("--opacus", action="store_true",
+                   help="also Opacus's loop with DPNGD, against its own DP-SGD loop, and two whole runs of each")
     p.add_argument("--scaling", action="store_true",
                    help="also how cost grows with batch, width, public images, T_cur and K; seconds to calibrate and "
-                        "to start; runs per hour of the first model")
+                        "to start; runs per hour of each method; processes against threads")
+    p.add_argument("--full", action="store_true",
+                   help="--scaling, and all networks again with one thread: what results/bench.json holds")
+    p.add_argument("--figures", type=Path, metavar="FOLDER", help="draw how cost grows there (scaling.png and .svg)")
+    p.add_argument("--clock", choices=["wall", "cpu"], default="wall",
+                   help="what counts: seconds of the wall (default), or of this process, on a machine with other work")
     p.add_argument("--contenders", nargs="+", metavar="NAME",
                    help="plain, opacus-hooks, a method, ... (default: all; an unknown name lists them)")
     p.add_argument("--batch", type=int, help="samples per step (default 256; 64 for wrn-16-4)")
@@ -99,19 +143,30 @@ def bench(argv: list[str] | None = None) -> int:
     p.add_argument("--t-cur", type=int, default=8, help="steps between refreshes (default 8)")
     p.add_argument("--amortise-batch", type=int, default=1024,
                    help="samples per step when amortising the refresh (default 1024)")
-    p.add_argument("--floor", type=float, default=0.025, help="lambda_t at which DP-NGD is timed (default 0.025)")
+    p.add_argument("--floor", type=floor, default=0.025,
+                   help="lambda_t at which DP-NGD is timed (default 0.025); auto: by rank, as on a run's plateau")
     p.add_argument("--micro-batch", type=int, help="views worked on at once, ours (default: as in training)")
     p.add_argument("--no-memory", action="store_true", help="skip the memory measurement")
+    p.add_argument("--load", action="store_true", help="instead: 1,000 tiny runs through each executor, and a store of "
+                                                       "20,000 records")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     p.add_argument("--peak-of", help=argparse.SUPPRESS)
+    p.add_argument("--pace", type=float, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
+    if args.quick and args.full:
+        raise UsageError("--quick beside --full: one is a minute and the other everything; give one of them")
+    if args.figures and not (args.scaling or args.full):
+        raise UsageError("--figures draws how cost grows: give --scaling or --full too")
     for name, value in vars(args).items():
         if isinstance(value, int) and not isinstance(value, bool):
             at_least_1(f"--{name.replace('_', '-')}", value)
-    if not args.floor > 0:
+    if args.floor is not None and not args.floor > 0:
         raise UsageError(f"--floor is {args.floor}: it must be positive")
-    from dpngd.suite.bench import main
+    if args.load:
+        from dpngd.suite.load import main
+    else:
+        from dpngd.suite.bench import main
 
     return main(args)
 
@@ -122,7 +177,7 @@ def report(argv: list[str] | None = None) -> int:
     p.add_argument("profile", nargs="?", help=PROFILE)
     instead = p.add_mutually_exclusive_group()
     instead.add_argument("--markdown", action="store_true", help="print the claims table instead, and write nothing")
-    instead.add_argument("--readme", action="store_true", help="put the claims table into README.md instead")
+    instead.add_argument("--docs", action="store_true", help="write docs/claims.md instead")
     instead.add_argument("--json", action="store_true", help="print the claims as JSON instead, and write nothing")
     instead.add_argument("--notebooks", nargs="*", metavar="NAME",
                          help="instead execute the notebooks (all, or those named) with their default parameters, and "

@@ -22,6 +22,7 @@ from typing import Any
 import nbformat
 import psutil
 
+from dpngd import progress
 from dpngd.errors import UsageError, unknown
 from dpngd.files import write_atomically
 from dpngd.suite import paths
@@ -52,7 +53,7 @@ def execute(notebook: str, parameters: Mapping[str, Any], folder: Path, *, timeo
     source = source or paths.NOTEBOOKS
     outcome = _execute(notebook, parameters, folder, timeout, html, source)
     while outcome.error == STALLED and (tries := tries - 1):
-        print(f"{notebook}: {STALLED}; once more", file=sys.stderr)
+        progress.say(f"{notebook}: {STALLED}; once more")
         outcome = _execute(notebook, parameters, folder, timeout, html, source)
     return outcome
 
@@ -203,9 +204,11 @@ def restore(names: Sequence[str] = ()) -> int:
     from nbclient import NotebookClient
 
     files = {path.stem: path for path in sorted(paths.NOTEBOOKS.glob("*.ipynb"))}
-    for name in names or files:
+    for name in names:
         if name not in files:
             raise unknown("notebook", name, files)
+    progress.say(f"{len(names or files)} notebooks, one after the other: a minute each, more where runs are missing")
+    for name in progress.over(names or files, "notebooks", unit="notebook"):
         notebook = read_notebook(files[name])
         NotebookClient(notebook, timeout=1800, kernel_name="python3",
                        resources={"metadata": {"path": str(paths.NOTEBOOKS)}}).execute()

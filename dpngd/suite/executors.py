@@ -1,11 +1,14 @@
 """Where the tasks of a sweep run: in this process, in workers on this machine, or elsewhere.
 
-A task is a picklable function of a config: it stores what it computes, returns an Outcome, and never raises.
+A task is a picklable function of a config: it stores what it computes, returns an Outcome, and never raises. An
+executor whose workers cannot reach the store (`dpngd.suite.cluster`) takes a task apart: it claims a run in the task's
+`store`, has it computed elsewhere, and stores the record itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import queue
@@ -15,9 +18,9 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from dpngd.training.config import RunConfig
 
@@ -30,14 +33,35 @@ KEEP_PAGES = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a task ended: "stored", "busy" (another process is computing the run) or "failed"."""
+    """How a task ended: "stored", "busy" (another process is computing the run), "failed", or "full" (the disk)."""
 
     status: str
     error: str = ""  # one line
     details: str = ""  # the traceback, or what the worker last wrote
 
 
-Task = Callable[[RunConfig], Outcome]
+class Task(Protocol):
+    """One run of a sweep (`dpngd.suite.sweep.Work`)."""
+
+    store: Any
+    run: Any
+    every: Any
+
+    def __call__(self, config: RunConfig) -> Outcome:
+        """Claim it, compute it, store it."""
+
+
+def failed(error: Exception) -> Outcome:
+    """The outcome of a task that raised: one line, and the traceback. A full disk is no fault of the run's."""
+    line = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return Outcome("full", line, traceback.format_exc())
+        cause = cause.__cause__ or cause.__context__
+    return Outcome("failed", line, traceback.format_exc())
+
+
 Outcomes = Generator[tuple[RunConfig, Outcome], None, None]
 
 

@@ -1,212 +1,271 @@
 """The figures of the notebooks: Runs -> Figure.
 
-A number of the paper is drawn hollow beside ours only where both mean the same: accuracies where the network is the
-paper's too, differences between two methods where the data set is.
+Every figure says by itself what is shown: data set, network and epsilon over each panel, n and the meaning of the
+marks below them. A number of the paper is drawn hollow beside ours only where both mean the same: accuracies where the
+network is the paper's too, differences between two methods where the data set is. Differences are drawn so that DP-NGD
+is better on the right (or above), and the axis says so. Runs that do not exist give `plots.nothing`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from dpngd.audit.figure import draw as draw_canary
 from dpngd.clamping import DynamicFloor
 from dpngd.data import sets
 from dpngd.methods import METHODS
 from dpngd.suite import plots, stats
 from dpngd.suite.params import published
-from dpngd.suite.plots import OKABE_ITO, colour, end_labels, hollow, label, point, settle
-from dpngd.suite.rules import Theory, at_half_rate, rivals, round_one, side_by_side
+from dpngd.suite.plots import INK, SOFT, WIDTH, colour, end_labels, hollow, label, point, settle
+from dpngd.suite.rules import Curves, Theory, best_baseline, broken_bounds, round_one, side_by_side, unstable
 from dpngd.suite.runs import Runs, step_phases
-from dpngd.suite.tables import paper_accuracy
+from dpngd.suite.tables import leads, paper_accuracy
 from dpngd.suite.tuning import expected_best
 
 if TYPE_CHECKING:
     from dpngd.suite.motivation import Valley
 
-Reference = dict | Callable[[Runs], dict]  # what differences are to: fields of runs, or what finds them in a cell
-PHASES = {"gradients": "#0072B2", "whitening": "#D55E00", "mechanism": "#D55E00",
-          "curvature": "#E69F00", "rest": "#999999"}
-PHASE_NAMES = {"whitening": "norms and maps", "mechanism": "norms, maps, sums, noise"}
+PHASES = {"gradients": "per-sample gradients", "whitening": "norms and maps", "mechanism": "norms, maps, sums, noise",
+          "curvature": "curvature or basis", "step": "length of the step", "rest": "rest"}
 AXES = {"T_cur": "T_cur: steps between estimates", "p": "p: exponent", "T1": "T1: warm-up share"}
+SOURCE_NAMES = {"cifar100": "CIFAR-100", "imagenet": "ImageNet", "cifar100+imagenet": "CIFAR-100 + ImageNet",
+           "photos": "two photographs", "noise": "1/f noise", "dead-leaves": "dead leaves"}
+FREE = "dp-ngd-free"
 
 
 # ---- What several figures share --------------------------------------------------------------------------------------
 
 def title(runs: Runs, data: str, epsilon: float | None = None) -> str:
     models = ", ".join(runs.where(data=data).values("model"))
-    return f"{sets.label(data)} ({models})" + (f", ε = {epsilon:g}" if epsilon else "")
+    return f"{sets.label(data)}" + (f", ε = {epsilon:g}" if epsilon else "") + f" ({models})"
 
 
 def papers_network(runs: Runs, data: str) -> bool:
     return [published()["utility_table"]["models"].get(data, "").lower()] == runs.where(data=data).values("model")
 
 
+def seeds_note(runs: Runs) -> str:
+    """How many seeds there are of a setting: the fewest and the most."""
+    counts: dict[tuple, set[int]] = {}
+    for config, _ in runs.each():
+        setting = tuple(v for k, v in sorted(config.canonical().items()) if k != "seed")
+        counts.setdefault((config.method, str(setting)), set()).add(config.seed)
+    n = sorted({len(seeds) for seeds in counts.values()})
+    if not n:
+        return "not run"
+    return f"n = {n[0]}" + (f" to {n[-1]}" if len(n) > 1 else "") + " seeds"
+
+
 def interval_note(runs: Runs) -> str:
-    counts = sorted({n for n in (len(runs.where(method=m, data=d, epsilon=e).by_seed()) for m in runs.methods()
-                                 for d, e in runs.cells()) if n})
-    return f"bars: 95% intervals, n = {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") if counts else \
-        "not run"
+    images = any("correct" in r for r in runs.records)
+    over = "seeds and test images" if images else "seeds"
+    return f"Filled: mean and 95% interval over {over}, {seeds_note(runs)}"
 
 
-def legend(figure: Figure, methods: list[str], note: str) -> None:
-    handles = [Line2D([], [], color=colour(m), marker=METHODS[m].marker, lw=0, label=label(m)) for m in methods]
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(5, len(methods)), fontsize=8,
-                  title=note, title_fontsize=7.5, frameon=False)
+def notes(*parts: str) -> str:
+    """Sentences, each with a capital letter."""
+    return ". ".join(p[0].upper() + p[1:] for p in parts if p) + "."
 
 
-def curves(runs: Runs, axis: str, xlabel: str, log: bool = False, peak: bool = False) -> Figure:
-    """Accuracy against one axis, one panel per cell, each point a full run with its own sigma."""
+@plots.themed
+def dots(runs: Runs, groups: list[tuple[str, dict]], head: str, *, against: dict | None = None, sign: float = 1.0,
+         paper: str | None = None, band: bool = False, xlabel: str = "", better: str = "", said: str = "") -> Figure:
+    """Rows of means with intervals, a panel per cell. `against` draws differences to it instead; with `sign` -1 the
+    lead of `against` over each row."""
+    if not len(runs):
+        return plots.nothing(head)
     cells = runs.cells()
-    figure, axes = plots.new(len(cells), width=max(6.2, 5.4 * len(cells)), height=3.5)
+    figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, height=1.75 + 0.4 * len(groups),
+                             sharey=True)
+    beside = False
     for ax, (data, epsilon) in zip(axes, cells, strict=True):
+        here, shown, bars = runs.where(data=data, epsilon=epsilon), [0.0] if against else [], []
+        for row, (_, fields) in enumerate(groups):
+            pair = (fields, against) if sign > 0 else (against, fields)
+            e = here.lead(*pair) if against else here.mean(**fields)
+            point(ax, row, e, fields["method"], horizontal=True)
+            lost, ran = here.diverged(**fields), len(here.where(**fields))
+            if lost:  # its accuracy is chance: the axis is set by the others, and an arrow says where it lies
+                ax.annotate(f"{lost} of {ran} diverged: chance", (0.5, row), xycoords=("axes fraction", "data"),
+                            xytext=(0, 6), textcoords="offset points", fontsize=7.5, ha="center", color=SOFT)
+            if lost < max(1, ran) or not shown:
+                shown.append(e.mean)
+                bars.append(e)
+            theirs = paper and paper_accuracy(paper, fields["method"], data, epsilon)
+            zero = paper and against and paper_accuracy(paper, against["method"], data, epsilon)
+            if theirs and zero:
+                hollow(ax, sign * (theirs - zero), row + 0.25, fields["method"])
+                shown.append(sign * (theirs - zero))
+                beside = True
+        ax.set_yticks(range(len(groups)), [text for text, _ in groups])
+        ax.set_ylim(len(groups) - 0.4, -0.6)
+        ax.grid(axis="y", visible=False)
+        settle(ax, shown, 0.2, room=2.0, intervals=bars, horizontal=True,
+               within=(-np.inf, np.inf) if against else plots.PERCENT)
+        if against:
+            plots.none_band(ax, horizontal=True, margin=stats.MARGIN if band else 0.0)
+        if better:
+            plots.better(ax, better)
+        ax.set_title(title(here, data, epsilon), loc="left")
+        ax.set_xlabel(xlabel or ("points" if against else "test accuracy, %"))
+    plots.headline(figure, head)
+    plots.note(figure, notes(interval_note(runs), "hollow: the paper's difference, its own network" if beside else "",
+                             f"grey: within ±{stats.MARGIN:g} point" if band else "", said))
+    return figure
+
+
+@plots.themed
+def curves(runs: Runs, axis: str, xlabel: str, head: str, side: Callable[[Any, Runs, list], str], *,
+           peak: bool = False, said: str = "") -> Figure:
+    """Accuracy against one axis (log), a row per cell, each point a full run with its own sigma; beside it the
+    differences that `side` draws."""
+    if not len(runs):
+        return plots.nothing(head)
+    cells = runs.cells()
+    figure, axes = plots.new(2, len(cells), width=WIDTH, height=0.95 + 2.9 * len(cells), width_ratios=(1.75, 1))
+    for i, (data, epsilon) in enumerate(cells):
+        ax, right = axes[2 * i:2 * i + 2]
         here, ends, shown, bars = runs.where(data=data, epsilon=epsilon), [], [], []
-        for m in here.methods():
+        methods = here.methods()
+        for k, m in enumerate(methods):
             mine = here.where(method=m)
             xs = [x for x in mine.values(axis) if mine.by_seed(**{axis: x})]
-            means = [mine.mean(**{axis: x}) for x in xs]
             if not xs:
                 continue
-            ax.plot(xs, [e.mean for e in means], color=colour(m), lw=1.5, zorder=2)
-            for x, e in zip(xs, means, strict=True):
-                point(ax, x, e, m)
+            means = [mine.mean(**{axis: x}) for x in xs]
+            at = [x * 1.035 ** (k - (len(methods) - 1) / 2) for x in xs]
+            ax.plot(at, [e.mean for e in means], color=colour(m), lw=2.2 if m == "dp-ngd" else 1.2, zorder=2)
+            for x, e in zip(at, means, strict=True):
+                point(ax, x, e, m, ms=6 if m == "dp-ngd" else 4.5, lw=1.0, capsize=2)
             shown += [e.mean for e in means]
             bars += means
-            ends.append((xs[-1], means[-1].mean, label(m), colour(m)))
-        if log:
-            ax.set_xscale("log")
-            ax.set_xticks(here.values(axis), [f"{v:g}" for v in here.values(axis)])
-            ax.minorticks_off()
-        settle(ax, shown, 0.2, room=2, intervals=bars, within=plots.PERCENT)
+            ends.append((at[-1], means[-1].mean, label(m), colour(m)))
+        settle(ax, shown, 0.15, room=2, intervals=bars, within=plots.PERCENT)
         if peak:
             _mark_peak(ax, here)
         end_labels(ax, ends)
         ax.set_title(title(here, data, epsilon), loc="left")
-        ax.set_xlabel(xlabel)
-    axes[0].set_ylabel("test accuracy, %")
-    figure.suptitle(interval_note(runs), fontsize=7.5, x=0.99, ha="right")
+        ax.set_ylabel("test accuracy, %")
+        right.set_title(side(right, here, here.values(axis)), loc="left")
+        for panel in (ax, right):
+            panel.set_xscale("log")
+            panel.set_xticks(here.values(axis), [f"{v:,g}" for v in here.values(axis)])
+            panel.minorticks_off()
+            panel.set_xlabel(xlabel)
+    plots.headline(figure, head)
+    plots.note(figure, notes(interval_note(runs), said))
     return figure
 
 
 def _mark_peak(ax, runs: Runs) -> None:
-    """The baselines' best mean, and where DP-NGD's mean first reaches it."""
-    best = runs.best({"method": m, "T": T} for m in runs.baselines() for T in runs.values("T"))
-    if best is None:
+    """The baselines' best mean, and where DP-NGD's mean curve first reaches it, as `rules.fewer_steps` counts."""
+    found = Curves(runs, runs.baselines())
+    if not len(found.seeds):
         return
-    level = runs.mean(**best).mean
-    reached = [T for T in runs.values("T") if runs.by_seed(method="dp-ngd", T=T)
-               and runs.mean(method="dp-ngd", T=T).mean >= level]
-    ax.axhline(level, color=colour(best["method"]), lw=0.9, ls=":")
-    said = f"best baseline: {label(best['method'])}, {best['T']} steps"
-    said += f"; DP-NGD reaches it in {reached[0]}" if reached else "; DP-NGD does not reach it"
-    ax.annotate(said, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=7.5, color=plots.INK)
-
-
-def dots(runs: Runs, groups: list[tuple[str, dict]], note: str = "", reference: Reference | None = None,
-         paper: str | None = None, above: str = "") -> Figure:
-    """Rows of means with intervals, a panel per cell; `reference` draws differences to it instead, `above` names it."""
-    cells = runs.cells()
-    figure, axes = plots.new(len(cells), width=min(13.0, max(6.0, 4.2 * len(cells))), height=1.2 + 0.42 * len(groups),
-                             sharey=True)
-    for ax, (data, epsilon) in zip(axes, cells, strict=True):
-        here, shown, bars = runs.where(data=data, epsilon=epsilon), [], []
-        base = reference(here) if callable(reference) else reference
-        for row, (_, fields) in enumerate(groups):
-            e = here.lead(fields, base) if base else here.mean(**fields)
-            point(ax, row, e, fields["method"], horizontal=True)
-            shown.append(e.mean)
-            bars.append(e)
-            if not e.n and here.diverged(**fields):
-                ax.annotate("diverged", (0.02, row), xycoords=("axes fraction", "data"), fontsize=8, va="center")
-            theirs = paper and paper_accuracy(paper, fields["method"], data, epsilon)
-            zero = paper and base and paper_accuracy(paper, base["method"], data, epsilon)
-            if theirs and zero:
-                ax.plot([theirs - zero], [row], "o", mfc="white", mec=colour(fields["method"]), zorder=2)
-                shown.append(theirs - zero)
-        ax.set_yticks(range(len(groups)), [text for text, _ in groups])
-        ax.set_ylim(len(groups) - 0.5, -0.5)
-        if found := plots.limits(shown, bars, 0.2, 2.0):
-            ax.set_xlim(*found)
-        if base:
-            ax.axvline(0, color=plots.INK, lw=0.8)
-        short = f"{sets.label(data)}, ε = {epsilon:g}"
-        ax.set_title(title(here, data, epsilon) if len(cells) <= 3 else short, loc="left")
-        ax.set_xlabel(f"points above {above or label(base['method'])}" if base else "test accuracy, %")
-    figure.suptitle("; ".join(x for x in (interval_note(runs), note) if x), fontsize=7.5, x=0.99, ha="right")
-    return figure
+    peak = found.peak()
+    level = found.table[:-1].mean(-1).max()
+    ax.axhline(level, color=colour(peak.rival), lw=1, ls=":", zorder=1)
+    said = f"dotted: best baseline, {label(peak.rival)} at {peak.theirs:g} steps" + (" (the last)" if peak.edge else "")
+    said += f";\nDP-NGD is there after {peak.ours:.0f} steps" if math.isfinite(peak.ours) else \
+        ";\nDP-NGD does not reach it"
+    ax.annotate(said, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=7.5, color=INK,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1.5}, zorder=5)
 
 
 # ---- Notebook 00: trajectories (Figure 1), Theorem 1, the KL-DP duality, the clamping schedule -----------------------
 
+@plots.themed
 def trajectories(valley: Valley) -> Figure:
-    """Figure 1: the same number of private steps, at the same privacy, in one narrow valley."""
-    figure, axes = plots.new(3, width=10, height=3.6)
+    """Figure 1: the same number of private steps, at the same privacy, in one narrow valley; several draws of noise."""
+    figure, axes = plots.new(3, width=WIDTH, height=3.9)
     levels = np.geomspace(valley.loss.min() * 1.002, valley.loss.max(), 16)
+    n, T = next(iter(valley.every.values())).shape[0], len(next(iter(valley.paths.values()))) - 1
     for ax, (method, path) in zip(axes, valley.paths.items(), strict=False):
-        ax.contour(*valley.axes, valley.loss, levels=levels, colors="#BBBBBB", linewidths=0.7)
-        ax.plot(*path.T, color=colour(method), lw=1.4, marker=".", ms=4)
-        ax.plot(*path[0], "o", mfc="white", mec=plots.INK)
-        ax.plot(*valley.optimum, "*", color=plots.INK, ms=11)
+        ax.grid(False)
+        ax.contour(*valley.axes, valley.loss, levels=levels, colors="#C4C4C4", linewidths=0.7)
+        for other in valley.every[method][1:]:
+            ax.plot(*other.T, color=colour(method), lw=0.6, alpha=0.35)
+        ax.plot(*path.T, color=colour(method), lw=1.6, marker=".", ms=4)
+        ax.plot(*path[0], "o", mfc="white", mec=INK, zorder=5)
+        ax.plot(*valley.optimum, "*", color=INK, ms=11, zorder=5)
         ax.annotate("start", path[0], xytext=(-4, -12), textcoords="offset points", fontsize=8, ha="right")
         ax.annotate("θ*", valley.optimum, xytext=(6, 5), textcoords="offset points", fontsize=9)
-        ax.set_title(f"{label(method)}: {len(path) - 1} steps", color=colour(method), loc="left")
+        ax.set_title(label(method), color=colour(method), loc="left")
         ax.set_xlabel("θ₁")
     axes[0].set_ylabel("θ₂")
+    ends = []
+    for method, losses in valley.losses.items():
+        for loss in losses:
+            axes[2].plot(loss, color=colour(method), lw=0.5, alpha=0.35)
+        mean = losses.mean(0)
+        axes[2].plot(mean, color=colour(method), lw=2.2)
+        ends.append((T, float(mean[-1]), label(method), colour(method)))
     floor = min(loss.min() for loss in valley.losses.values())
-    for method, loss in valley.losses.items():
-        axes[2].plot(loss, color=colour(method), lw=1.8)
-        axes[2].annotate(label(method), (len(loss) - 1, loss[-1]), xytext=(0, 5), textcoords="offset points",
-                         ha="right", color=colour(method), fontsize=8)
-    axes[2].set_ylim(bottom=0.93 * floor)
+    axes[2].set_ylim(0.93 * floor, 1.03 * max(loss[:, 0].max() for loss in valley.losses.values()))
+    end_labels(axes[2], ends)
     axes[2].set_title("training loss", loc="left")
     axes[2].set_xlabel("step")
+    plots.headline(figure, f"{T} private steps in a narrow valley, ε = {valley.epsilon:g} (Figure 1)"
+                   if valley.sigma else f"{T} steps in a narrow valley, without noise")
+    plots.note(figure, f"Two-class logistic model with two weights, the same privacy and start for both. {n} draws of "
+                       "batches and noise: one thick with its steps, the others thin; loss: the mean is thick. Both go "
+                       "past θ* in the end, without noise too: clipping every sample moves the point of rest.")
     return figure
 
 
+@plots.themed
 def theorem(theory: Theory) -> Figure:
     """Variance along each eigen-direction and the line of Theorem 1; the KL of single steps; steps at lower floors."""
-    figure, (left, middle, right) = plots.new(3, width=10, height=3.4)
-    left.loglog([x for x, _ in theory.predicted], [y for _, y in theory.predicted], color=plots.INK, lw=1)
+    figure, (left, middle, right) = plots.new(3, width=WIDTH, height=3.8)
+    left.loglog([x for x, _ in theory.predicted], [y for _, y in theory.predicted], color=INK, lw=1)
     left.loglog([at for _, at, _ in theory.spectrum], [v for _, _, v in theory.spectrum], "o", ms=5,
                 color=colour("dp-ngd"))
     left.set_title("noise follows F⁻¹", loc="left")
     left.set_xlabel("eigenvalue of the clamped F")
     left.set_ylabel("variance of the update")
-    left.annotate("σ²C²/(B²λ), Theorem 1", (0.04, 0.06), xycoords="axes fraction", fontsize=8)
-    for clipped, ink in ((True, colour("dp-ngd")), (False, OKABE_ITO["blue"])):
+    left.annotate("line: σ²C²/(B²λ), Theorem 1", (0.04, 0.06), xycoords="axes fraction", fontsize=8)
+    for clipped, ink, marker in ((True, colour("dp-ngd"), "o"), (False, SOFT, "x")):
         rows = [r for r in theory.kl if r["clipped"] is clipped]
         if rows:
-            middle.plot([r["quadratic"] / r["bound"] for r in rows], [r["realised"] / r["bound"] for r in rows], "o",
+            middle.plot([r["quadratic"] / r["bound"] for r in rows], [r["realised"] / r["bound"] for r in rows], marker,
                         ms=4, color=ink, label="clipped" if clipped else "not clipped")
     top = max(1.3, 1.15 * max(r["realised"] / r["bound"] for r in theory.kl))
     middle.plot([0, top], [0, top], color="#999999", lw=0.8)
-    middle.axvline(1, color=plots.INK, lw=1)
+    middle.axvline(1, color=INK, lw=1)
     middle.annotate("the radius\nη²C²/2", (1, 0), xytext=(3, 4), textcoords="offset points", fontsize=8)
     middle.set_xlim(0, 1.4)
     middle.set_ylim(0, top)
     middle.set_title("one sample's step, in KL", loc="left")
     middle.set_xlabel("½ Δθᵀ F Δθ, in radii")
     middle.set_ylabel("KL of the network's outputs, in radii")
-    middle.legend(loc="upper left", fontsize=8, frameon=False)
+    middle.legend(loc="upper left")
     rows = sorted({r["share"]: r for r in theory.steps}.values(), key=lambda r: r["share"])
     right.loglog([r["share"] for r in rows], [r["squared"] / r["bound"] for r in rows], "o-", color=colour("dp-ngd"))
-    right.axhline(1, color=plots.INK, lw=1)
+    right.axhline(1, color=INK, lw=1)
     right.annotate("DP-SGD's bound", (0.05, 1), xycoords=("axes fraction", "data"), xytext=(0, -10),
                    textcoords="offset points", fontsize=8)
     right.set_title("a lower floor, a longer step", loc="left")
     right.set_xlabel("floor / λ_safe")
     right.set_ylabel("E‖Δθ‖² / bound")
+    plots.headline(figure, "Theorem 1, the KL radius and the safety bound, measured")
+    plots.note(figure, "Small network on digits, public images: patches of two photographs. Left: bins of the "
+                       f"spectrum, each a mean over draws of noise. Middle: {len(theory.kl)} samples. "
+                       "Right: one seed's steps.")
     return figure
 
 
+@plots.themed
 def schedule(lambda_safe: float, lambda_base: float, T: int, T1: float = 0.1, p: float = 10.0) -> Figure:
     """The clamping floor over a run."""
-    figure, (ax,) = plots.new(width=5.2, height=2.8)
+    figure, (ax,) = plots.new(width=5.2, height=3.0)
     floor = DynamicFloor(lambda_safe, lambda_base, T, T1, p)
     t = np.linspace(0, T, 400)
     ax.plot(t, [floor(x) for x in t], color=colour("dp-ngd"), lw=2)
@@ -215,92 +274,382 @@ def schedule(lambda_safe: float, lambda_base: float, T: int, T1: float = 0.1, p:
         ax.annotate(f"{name} = {value:g}", (0.5 * T, value), xytext=(0, 3), textcoords="offset points", fontsize=8,
                     ha="center")
     ax.set_ylim(0, 1.2 * lambda_safe)
-    ax.set_title(f"floor λ_t: T = {T}, T1 = {T1:g}, p = {p:g}", loc="left")
+    ax.set_ylabel("floor λ_t")
     ax.set_xlabel("step t")
+    plots.headline(figure, f"The clamping floor: T = {T}, T1 = {T1:g} T, p = {p:g}")
     return figure
 
 
-# ---- Notebook 01: accuracy (Table 2), and other networks -------------------------------------------------------------
+# ---- Notebook 01: accuracy (Table 2), other networks, views, the whole set -------------------------------------------
 
+@plots.themed
+def lead(runs: Runs) -> Figure:
+    """The result in one picture: the lead over the best baseline in every cell, the paper's beside it."""
+    head = "Lead over the best baseline at each privacy budget"
+    table = leads(runs)
+    if table.empty:
+        return plots.nothing(head)
+    datasets = [d for d in runs.values("data") if (table["data"] == d).any()]
+    methods = [m for m in ("dp-ngd", FREE) if (table["name"] == m).any()]
+    rows = runs.values("epsilon")
+    figure, axes = plots.new(len(datasets), width=WIDTH, height=1.75 + 0.42 * len(rows), sharey=True, sharex=True)
+    shown, bars = [0.0], []
+    for ax, data in zip(axes, datasets, strict=True):
+        for line in table[table["data"] == data].itertuples():
+            row = rows.index(line.epsilon)
+            e = stats.Estimate(line.lead, line.sd, line.n, line.low, line.high)
+            point(ax, row + (-0.14 if line.name == "dp-ngd" else 0.12), e, line.name, horizontal=True, ms=7)
+            shown.append(e.mean)
+            bars.append(e)
+            if line.name == "dp-ngd" and line.paper is not None and np.isfinite(line.paper):
+                hollow(ax, line.paper, row + 0.32, "dp-ngd")
+                shown.append(line.paper)
+        ax.set_title(title(runs, data), loc="left")
+        ax.grid(axis="y", visible=False)
+        plots.better(ax)
+        ax.set_xlabel("points above the best baseline")
+    axes[0].set_yticks(range(len(rows)), [f"ε = {e:g}" for e in rows])
+    axes[0].set_ylim(len(rows) - 0.4, -0.6)
+    for ax in axes:
+        settle(ax, shown, 0.12, room=2.0, intervals=bars, horizontal=True)
+        plots.none_band(ax, horizontal=True, margin=0.0)
+    theirs = Line2D([], [], color=colour("dp-ngd"), marker=METHODS["dp-ngd"].marker, mfc="white", lw=0, ms=6.5,
+                    label="DP-NGD in the paper")
+    plots.headline(figure, head, methods, [theirs] if table["paper"].notna().any() else [])
+    free = f"{label(FREE)}: nothing tuned, public images made here" if FREE in methods else ""
+    plots.note(figure, notes(f"{interval_note(runs)}, paired by seed", "best baseline: the tuned DP-SGD, DP-SGD-PT, "
+                             "GEP or AdaDPS with the highest mean in that cell, chosen afterwards, which favours it",
+                             free))
+    return figure
+
+
+@plots.themed
 def utility(runs: Runs) -> Figure:
     """Table 2: accuracies above, the lead over DP-SGD below."""
+    head = "Test accuracy at each privacy budget, and points above DP-SGD (Table 2)"
+    if not len(runs):
+        return plots.nothing(head)
     datasets = runs.values("data")
-    figure, axes = plots.new(len(datasets), 2, width=max(5.5, 3.4 * len(datasets)), height=5.4, sharex="col")
+    methods = runs.methods()
+    others = [m for m in methods if m != "dp-sgd"]
+    step = len(others) + 1.2  # rows per epsilon
+    tall = 0.165 * step * max(len(runs.where(data=d).values("epsilon")) for d in datasets)
+    figure, axes = plots.new(len(datasets), 2, width=max(5.5, min(10.0, 3.3 * len(datasets))),
+                             height=3.2 + tall + 0.9, height_ratios=(2.3, tall + 0.3))
+    beside = False
     for j, data in enumerate(datasets):
         top, bottom = axes[j], axes[len(datasets) + j]
         here = runs.where(data=data)
-        epsilons, methods = here.values("epsilon"), here.methods()
-        shift = {m: 0.13 * (i - (len(methods) - 1) / 2) for i, m in enumerate(methods)}
-        shown, leads, bars, lead_bars = [], [], [], []
-        for m in methods:
-            for i, epsilon in enumerate(epsilons):
-                cell = here.where(epsilon=epsilon)
-                e = cell.mean(method=m)
-                point(top, i + shift[m], e, m)
+        epsilons = here.values("epsilon")
+        shown, gains, bars, gain_bars = [], [0.0], [], []
+        for k, m in enumerate(methods):
+            means = [here.mean(method=m, epsilon=epsilon) for epsilon in epsilons]
+            at = [i + 0.05 * (k - (len(methods) - 1) / 2) for i in range(len(epsilons))]
+            top.plot(at, [e.mean for e in means], color=colour(m), lw=2 if m == "dp-ngd" else 1, zorder=2)
+            for i, (epsilon, e) in enumerate(zip(epsilons, means, strict=True)):
+                point(top, at[i], e, m, ms=4.5, lw=0.9, capsize=1.5)
                 shown.append(e.mean)
                 bars.append(e)
-                lead = cell.lead({"method": m}, {"method": "dp-sgd"})
-                point(bottom, i + shift[m], lead, m)
-                leads.append(lead.mean)
-                lead_bars.append(lead)
                 paper, base = (paper_accuracy("utility_table", x, data, epsilon) for x in (m, "dp-sgd"))
+                if paper is not None and papers_network(here, data):
+                    hollow(top, at[i], paper, m)
+                    shown.append(paper)
+                if m == "dp-sgd":
+                    continue
+                row = i * step + others.index(m)
+                gain = here.where(epsilon=epsilon).lead({"method": m}, {"method": "dp-sgd"})
+                point(bottom, row, gain, m, horizontal=True, ms=5.5, lw=1.1, capsize=2)
+                gains.append(gain.mean)
+                gain_bars.append(gain)
                 if paper is not None:
-                    hollow(bottom, i + shift[m], paper - base, m)
-                    leads.append(paper - base)
-                    if papers_network(here, data):
-                        hollow(top, i + shift[m], paper, m)
-                        shown.append(paper)
-        settle(top, shown, 0.25, intervals=bars, within=plots.PERCENT)
-        settle(bottom, leads, 0.25, room=2, intervals=lead_bars)
-        bottom.axhline(0, color=plots.INK, lw=0.8)
+                    hollow(bottom, paper - base, row + 0.3, m, ms=5.5, mew=0.9)
+                    gains.append(paper - base)
+                    beside = True
+        settle(top, shown, 0.2, intervals=bars, within=plots.PERCENT)
         top.set_title(title(here, data), loc="left")
-        bottom.set_xticks(range(len(epsilons)), [f"ε = {e:g}" for e in epsilons])
+        top.set_xticks(range(len(epsilons)), [f"{e:g}" for e in epsilons])
+        top.set_xlabel("ε")
+        settle(bottom, gains, 0.15, room=2, intervals=gain_bars, horizontal=True)
+        plots.none_band(bottom, horizontal=True, margin=0.0)
+        plots.better(bottom, "better than DP-SGD")
+        middles = [i * step + (len(others) - 1) / 2 for i in range(len(epsilons))]
+        bottom.set_yticks(middles, [f"ε = {e:g}" for e in epsilons] if j == 0 else [""] * len(epsilons))
+        bottom.tick_params(axis="y", length=0)
+        bottom.grid(axis="y", visible=False)
+        for i in range(1, len(epsilons)):
+            bottom.axhline(i * step - 1.1, color=plots.FAINT, lw=1)
+        bottom.set_ylim(len(epsilons) * step - 1, -1.0)
+        bottom.set_xlabel("points above DP-SGD")
     axes[0].set_ylabel("test accuracy, %")
-    axes[len(datasets)].set_ylabel("points above DP-SGD")
-    comparable = set(datasets) & set(published()["utility_table"]["mean"])
-    legend(figure, runs.methods(), interval_note(runs) + ("; hollow: the paper" if comparable else ""))
+    plots.headline(figure, head, methods, [plots.papers_mark("the paper's")] if beside else [])
+    plots.note(figure, notes(interval_note(runs), "differences paired by seed", "hollow: the paper's difference, on "
+                             "its own larger network" if beside else ""))
+    return figure
+
+
+@plots.themed
+def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str], head: str, said: str = "") -> Figure:
+    """Does the lead over DP-SGD depend on a setting: accuracies in each, and the lead beside them; a row per cell."""
+    if not len(runs):
+        return plots.nothing(head)
+    cells = runs.cells()
+    found = dict.fromkeys(tuple(getattr(c, f) for f in fields) for c in runs.configs)
+    kinds = sorted(found, key=lambda v: tuple(math.inf if x is None else x for x in v))
+    methods = runs.methods()
+    others = [m for m in methods if m != "dp-sgd"]
+    step = len(methods) + 0.8
+    figure, axes = plots.new(2, len(cells), width=WIDTH, height=1.45 + len(cells) * (0.75 + 0.24 * step * len(kinds)))
+    for i, (data, epsilon) in enumerate(cells):
+        left, right = axes[2 * i:2 * i + 2]
+        cell = runs.where(data=data, epsilon=epsilon)
+        shown, gains, bars, gain_bars = [], [0.0], [], []
+        for k, kind in enumerate(kinds):
+            here = cell.where(**dict(zip(fields, kind, strict=True)))
+            for r, m in enumerate(methods):
+                e = here.mean(method=m)
+                point(left, k * step + r, e, m, horizontal=True)
+                shown.append(e.mean)
+                bars.append(e)
+                if m in others:
+                    gain = here.lead({"method": m}, {"method": "dp-sgd"})
+                    point(right, k * step + r, gain, m, horizontal=True)
+                    gains.append(gain.mean)
+                    gain_bars.append(gain)
+        settle(left, shown, 0.15, room=2, intervals=bars, horizontal=True, within=plots.PERCENT)
+        settle(right, gains, 0.15, room=2, intervals=gain_bars, horizontal=True)
+        plots.none_band(right, horizontal=True, margin=0.0)
+        plots.better(right)
+        for ax in (left, right):
+            ax.set_ylim(len(kinds) * step - 0.6, -1.0)
+            ax.grid(axis="y", visible=False)
+            ax.tick_params(axis="y", length=0)
+            for k in range(1, len(kinds)):
+                ax.axhline(k * step - 0.9, color=plots.FAINT, lw=1)
+        middles = [k * step + (len(methods) - 1) / 2 for k in range(len(kinds))]
+        left.set_yticks(middles, [names(kind) for kind in kinds])
+        right.set_yticks(middles, [""] * len(kinds))
+        short = f"{sets.label(data)}, ε = {epsilon:g}"
+        left.set_title(short if "model" in fields else title(cell, data, epsilon), loc="left")
+        left.set_xlabel("test accuracy, %")
+        right.set_xlabel("points above DP-SGD")
+    plots.headline(figure, head, methods)
+    plots.note(figure, notes(interval_note(runs), "differences paired by seed", said))
     return figure
 
 
 def networks(runs: Runs) -> Figure:
-    """Each method on each network, with each number of views K, at each rate that was run there."""
-    rows = dict.fromkeys((c.model, c.K, c.method, c.eta) for c in runs.configs)
-    return dots(runs, [(f"{model}, K = {K}: {label(m)}, η = {eta:g}", {"model": model, "K": K, "method": m, "eta": eta})
-                       for model, K, m, eta in sorted(rows, key=lambda r: (r[0], r[1], r[2] == "dp-ngd", r[3]))])
+    return by_setting(runs, ("model",), lambda v: v[0], "Does the lead depend on the network?")
 
 
-# ---- Notebook 03: public images (Figure 3 is `curves`, as is Figure 2 of notebook 02) --------------------------------
+def views(runs: Runs) -> Figure:
+    return by_setting(runs, ("K",), lambda v: "one view, K = 1" if v[0] == 1 else f"augmented,\nK = {v[0]} views",
+                    "Does the lead depend on training without augmentation?")
+
+
+def whole(runs: Runs, table: Runs) -> Figure:
+    """The whole private set beside the subset of Table 2, in the cells that both have."""
+    both = runs + Runs([c for c in table.configs if (c.data, c.epsilon) in runs.cells()
+                        and c.method in runs.methods() and c.seed in runs.values("seed")], table.found)
+    return by_setting(both if len(runs) else runs, ("N",), lambda v: f"N = {v[0]:,}" if v[0] else "N: all",
+                    "Does it matter that the runs are on a subset of the private set?")
+
+
+# ---- Notebook 02: accuracy against steps (Figure 2) ------------------------------------------------------------------
+
+def convergence(runs: Runs) -> Figure:
+    """Figure 2, and the lead over the best baseline at each budget."""
+    def side(ax, here: Runs, budgets: list) -> str:
+        shown, bars = [0.0], []
+        ours = [m for m in ("dp-ngd", FREE) if m in here.methods()]
+        for k, m in enumerate(ours):
+            found = [(T, here.lead({"method": m, "T": T}, rival)) for T in budgets
+                     if (rival := best_baseline(here, T=T)) is not None]
+            at = [T * 1.05 ** (k - (len(ours) - 1) / 2) for T, e in found if e.n]
+            bars += [e for _, e in found if e.n]
+            ax.plot(at, [e.mean for _, e in found if e.n], color=colour(m), lw=1.2)
+            for x, (_, e) in zip(at, [f for f in found if f[1].n], strict=True):
+                point(ax, x, e, m, ms=5)
+                shown.append(e.mean)
+        settle(ax, shown, 0.25, room=2, intervals=bars)
+        plots.none_band(ax, margin=0.0)
+        plots.better(ax, up=True)
+        ax.set_ylabel("points")
+        return "lead over the best baseline there"
+
+    return curves(runs, "T", "steps of the whole run", "Accuracy against the step budget (Figure 2)", side, peak=True,
+                  said="every point is a full run whose noise spends exactly ε at its last step")
+
+
+# ---- Notebook 03: public images (Figure 3) ---------------------------------------------------------------------------
+
+def sizes(runs: Runs) -> Figure:
+    """Figure 3, and the change from the default number of public images."""
+    images = next(row["value"] for row in published()["setup"]["values"] if row["name"] == "public_size")
+
+    def side(ax, here: Runs, sizes: list) -> str:
+        shown, bars, methods = [0.0], [], here.methods()
+        for k, m in enumerate(methods):
+            mine = here.where(method=m)
+            found = [(n, mine.lead({"public_size": n}, {"public_size": images}) if n != images else
+                      stats.Estimate(0.0, 0.0, 1, -math.inf, math.inf)) for n in sizes]
+            found = [(n * 1.04 ** (k - (len(methods) - 1) / 2), e) for n, e in found if e.n]
+            ax.plot([n for n, _ in found], [e.mean for _, e in found], color=colour(m), lw=1.0)
+            for n, e in found:
+                point(ax, n, e, m, ms=4.5, lw=1.0, capsize=2)
+                shown.append(e.mean)
+                bars.append(e)
+        settle(ax, shown, 0.2, room=2, intervals=bars)
+        plots.none_band(ax)
+        ax.set_ylabel("points")
+        return f"change from {images} images"
+
+    return curves(runs, "public_size", "public images", "Accuracy against the number of public images (Figure 3)", side,
+                  said=f"grey: within ±{stats.MARGIN:g} point")
+
 
 def sources(runs: Runs) -> Figure:
-    """Each method with each public set, in points above DP-SGD."""
-    groups = [(f"{label(m)}, {source}", {"method": m, "public": source})
+    """DP-NGD with each public set, in points above DP-SGD."""
+    groups = [(SOURCE_NAMES.get(source, source), {"method": m, "public": source})
               for source in runs.values("public") for m in runs.methods() if m != "dp-sgd"]
-    return dots(runs, groups, reference={"method": "dp-sgd"})
+    return dots(runs, groups, "DP-NGD's lead over DP-SGD by what the public images are", against={"method": "dp-sgd"},
+                xlabel="points above DP-SGD", better="DP-NGD better",
+                said="differences paired by seed; 500 public images")
 
 
+@plots.themed
 def pretraining(runs: Runs) -> Figure:
     """DP-SGD-PT by public images and pre-training steps."""
-    shapes = dict.fromkeys((c.method, c.public_size, c.pt_steps) for c in runs.configs)
-    return dots(runs, [(f"{size:,} images, {steps:,} steps", {"method": m, "public_size": size, "pt_steps": steps})
-                       for m, size, steps in sorted(shapes)])
+    head = "DP-SGD-PT with few and with many public images, by pre-training steps"
+    if not len(runs):
+        return plots.nothing(head)
+    cells = runs.cells()
+    figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, height=3.7, sharey=True)
+    for ax, (data, epsilon) in zip(axes, cells, strict=True):
+        here, shown, bars, ends = runs.where(data=data, epsilon=epsilon), [], [], []
+        counts = here.values("public_size")
+        for k, (size, line) in enumerate(zip(counts, ("--", "-", ":", "-."), strict=False)):
+            mine = here.where(public_size=size)
+            found = [(t, mine.mean(pt_steps=t)) for t in mine.values("pt_steps")]
+            found = [(t * 1.1 ** (k - (len(counts) - 1) / 2), e) for t, e in found if e.n]
+            ax.plot([t for t, _ in found], [e.mean for _, e in found], line, color=colour("dp-sgd-pt"), lw=1.6)
+            for t, e in found:
+                point(ax, t, e, "dp-sgd-pt")
+                shown.append(e.mean)
+                bars.append(e)
+            if found:
+                ends.append((found[-1][0], found[-1][1].mean, f"{size:,} images", INK))
+        ax.set_xscale("log")
+        ax.set_xticks(here.values("pt_steps"), [f"{v:,g}" for v in here.values("pt_steps")])
+        ax.minorticks_off()
+        settle(ax, shown, 0.2, room=2, intervals=bars, within=plots.PERCENT)
+        end_labels(ax, ends)
+        ax.set_title(title(here, data, epsilon), loc="left")
+        ax.set_xlabel("pre-training steps on the public images")
+    axes[0].set_ylabel("test accuracy of DP-SGD-PT, %")
+    plots.headline(figure, head)
+    plots.note(figure, notes(interval_note(runs)))
+    return figure
 
 
 # ---- Notebook 04: ablations (Tables 3 and 4, Figure 4) ---------------------------------------------------------------
 
-def arms(runs: Runs, artifact: str) -> Figure:
-    """An ablation: every arm in points above DP-NGD, the paper's hollow."""
+TITLES = {"ablation_decoupling": "Curvature from public images against curvature from the budget (Table 3)",
+        "ablation_clipping": "Where to clip: whitened, before or after (Table 4)",
+        "ablation_ours": "The choices that the paper leaves open",
+        "kl_maps": "Which part does the work: the floor, the KL step or the maps"}
+
+
+def arms(runs: Runs, artifact: str, equal: Runs | None = None) -> Figure:
+    """An ablation: DP-NGD's lead over every arm, the paper's hollow; `equal` are the arms at the equation's rate."""
     groups = [(label(m), {"method": m}) for m in runs.methods() if m != "dp-ngd"]
-    beside = published().get(artifact, {}).get("data") in runs.values("data")
-    note = "hollow: the paper" if beside else ""
-    return dots(runs, groups, reference={"method": "dp-ngd"}, paper=artifact, note=note)
+    band = artifact in ("ablation_ours", "kl_maps")
+    if equal is None or not len(equal):
+        return dots(runs, groups, TITLES[artifact], against={"method": "dp-ngd"}, sign=-1.0, paper=artifact, band=band,
+                    xlabel="DP-NGD's lead over it, points", better="DP-NGD better", said="differences paired by seed")
+    return _two_rates(runs, equal, groups, artifact)
 
 
-def arms_at_half_rate(runs: Runs) -> Figure:
-    """What has a rate of its own, in points above DP-NGD at half of what was chosen for it."""
-    shared = {(c.data, c.epsilon) for c in runs.configs if c.method in rivals()}
-    here = Runs([c for c in runs.configs if (c.data, c.epsilon) in shared], runs.found)
-    groups = [(label(m), {"method": m}) for m in here.methods() if m in rivals()]
-    return dots(here, groups, reference=at_half_rate, above="DP-NGD at half its rate")
+@plots.themed
+def _two_rates(runs: Runs, equal: Runs, groups: list[tuple[str, dict]], artifact: str) -> Figure:
+    """Every arm at its own best rate, and below it the same arm at the rate that the equation gives."""
+    cells = runs.cells()
+    figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, height=1.75 + 0.62 * len(groups),
+                             sharey=True)
+    ours = {"method": "dp-ngd"}
+    beside = False
+    for ax, (data, epsilon) in zip(axes, cells, strict=True):
+        shown, bars = [0.0], []
+        for row, (_, fields) in enumerate(groups):
+            for source, at, look in ((runs, row - 0.22, {}), (equal, row, {"fmt": "|", "ms": 11, "mew": 2})):
+                here = source.where(data=data, epsilon=epsilon)
+                e = here.lead(ours, fields)
+                point(ax, at, e, fields["method"], horizontal=True, **look)
+                shown.append(e.mean)
+                bars.append(e)
+            theirs, zero = (paper_accuracy(artifact, m, data, epsilon) for m in (fields["method"], "dp-ngd"))
+            if theirs is not None and zero is not None:
+                hollow(ax, zero - theirs, row + 0.24, fields["method"])
+                shown.append(zero - theirs)
+                beside = True
+        ax.set_yticks(range(len(groups)), [text for text, _ in groups])
+        ax.set_ylim(len(groups) - 0.4, -0.6)
+        ax.grid(axis="y", visible=False)
+        settle(ax, shown, 0.2, room=2.0, intervals=bars, horizontal=True)
+        plots.none_band(ax, horizontal=True, margin=0.0)
+        plots.better(ax)
+        ax.set_title(title(runs, data, epsilon), loc="left")
+        ax.set_xlabel("DP-NGD's lead over it, points")
+    plots.headline(figure, TITLES[artifact])
+    plots.note(figure, notes(interval_note(runs), "differences paired by seed", "dot: the arm at its own best rate; "
+                             "tick below it: at the rate that the paper's equation gives", "hollow: the paper's "
+                             "difference, its own network" if beside else ""))
+    return figure
+
+
+@plots.themed
+def bound(runs: Runs) -> Figure:
+    """What breaking the safety equation does: accuracy and instability by the factor by which the rate is too large."""
+    head = "A rate too large for its floor: what breaking the safety equation does"
+    if not len(runs):
+        return plots.nothing(head)
+    cells = runs.cells()
+    figure, axes = plots.new(2, len(cells), width=WIDTH, height=1.0 + 2.9 * len(cells), width_ratios=(1.6, 1))
+    for i, (data, epsilon) in enumerate(cells):
+        ax, right = axes[2 * i:2 * i + 2]
+        here = runs.where(data=data, epsilon=epsilon)
+        rows, shown, bars, ends = broken_bounds(here), [], [], []
+        for which, name, ink, marker, line in ((1, "equation kept:\nfloor grows too", colour("dp-ngd"), "P", "-"),
+                                               (0, "equation broken:\nfloor left alone", SOFT, "X", "--")):
+            means = [(f, here.mean(**pair[which])) for f, pair in rows.items()]
+            means = [(f * (1.02 if which else 0.98), e) for f, e in means if e.n]
+            ax.plot([f for f, _ in means], [e.mean for _, e in means], line, color=ink, lw=1.6)
+            for f, e in means:
+                point(ax, f, e, "dp-ngd", color=ink, fmt=marker)
+                shown.append(e.mean)
+                bars.append(e)
+            if means:
+                ends.append((means[-1][0], means[-1][1].mean, name, ink))
+            counted = [(f, [unstable(r) for r in here.where(**pair[which]).records]) for f, pair in rows.items()]
+            for f, hit in counted:
+                e = stats.share(sum(hit), len(hit))
+                point(right, f * (1.03 if which else 0.97), e, "dp-ngd", scale=100, color=ink, fmt=marker)
+        settle(ax, shown, 0.15, room=2, intervals=bars, within=plots.PERCENT)
+        end_labels(ax, ends)
+        ax.set_title(title(here, data, epsilon), loc="left")
+        ax.set_ylabel("test accuracy of DP-NGD, %")
+        right.set_title("unstable or diverged runs", loc="left")
+        right.set_ylabel("% of the runs")
+        right.set_ylim(-4, 104)
+        for panel in (ax, right):
+            panel.set_xscale("log")
+            panel.set_xticks(list(rows), [f"{f:g}" for f in rows])
+            panel.minorticks_off()
+            panel.set_xlabel("factor on the rate")
+    plots.headline(figure, head)
+    plots.note(figure, notes(interval_note(runs), "factor 1: the rate that the equation gives", "a "
+                             "diverged run counts as chance", "right: share with its Clopper-Pearson interval; "
+                             "unstable: diverged, or late in the run a loss above 1.5 times the first"))
+    return figure
 
 
 def releases(runs: Runs) -> Figure:
@@ -311,49 +660,56 @@ def releases(runs: Runs) -> Figure:
             count = math.ceil(c.T / c.T_cur)
             groups[f"{label(c.method)}, {count} release{'s' if count > 1 else ''}"] = {"method": c.method,
                                                                                        "T_cur": c.T_cur}
-    return dots(runs, list(groups.items()), reference={"method": "dp-sgd-pt"})
+    return dots(runs, list(groups.items()), "Curvature paid from the budget, by how often it is released",
+                against={"method": "dp-sgd-pt"}, xlabel="points above DP-SGD-PT", better="better than DP-SGD-PT",
+                said="differences paired by seed")
 
 
+@plots.themed
 def floors(runs: Runs) -> Figure:
     """Figure 4: training loss under three floors; beside it the floor and the share of eigenvalues that lie on it."""
-    figure, (left, middle, right) = plots.new(3, width=10, height=3.3)
-    ends, top = [], []
+    where = "; ".join(title(runs, d, e) for d, e in runs.cells())
+    head = f"Three clamping floors over a run (Figure 4): {where}"
+    if not len(runs):
+        return plots.nothing(head)
+    figure, (left, middle, right) = plots.new(3, width=10, height=4.0, width_ratios=(1.25, 1, 1))
+    marks, top, lost = [], [], []
     for m in runs.methods():
         records = runs.where(method=m).records
         if not records:
             continue
-        name = "dynamic floor" if m == "dp-ngd" else label(m)
-        losses = _rows([[*enumerate(r["train_loss"], 1)] for r in records])
-        for row in losses[1]:
-            left.plot(losses[0], row, color=colour(m), lw=0.5, alpha=0.6)
-        mean = np.nanmean(losses[1], 0)
-        left.plot(losses[0], mean, color=colour(m), lw=1.8)
-        if np.nanmax(losses[1]) < 10 * np.nanmax(losses[1][:, 0]):
-            ends.append((losses[0][-1], mean[-1], name, colour(m)))
-            top.append(np.nanmax(losses[1]))
+        name, line = ("dynamic floor" if m == "dp-ngd" else label(m)), ":" if m == "dp-ngd-no-floor" else "-"
+        steps, losses = _rows([[*enumerate(r["train_loss"], 1)] for r in records])
+        marks.append(Line2D([], [], color=colour(m), ls=line, lw=2, label=name))
+        for row in losses:
+            left.plot(steps, row, line, color=colour(m), lw=0.4, alpha=0.4)
+        mean = np.nanmean(losses, 0)
+        if np.nanmax(losses) < 10 * np.nanmax(losses[:, 0]):
+            left.plot(steps, mean, line, color=colour(m), lw=2)
+            top.append(np.nanmax(losses))
         else:
-            left.annotate(f"{name}: up to {np.nanmax(losses[1]):.0e}", (0.98, 0.93), xycoords="axes fraction",
-                          ha="right", color=colour(m), fontsize=8)
+            nan = sum(r["status"] == "diverged" for r in records)
+            lost.append(f"{name}: loss up to {np.nanmax(losses):.0e}, {nan} of {len(records)} runs diverged")
         for ax, key, scale in ((middle, "lambda_t", 1.0), (right, "clamped_share", 100.0)):
             if m == "dp-ngd-no-floor":
                 break  # it has none
             steps, values = _rows([[(a["step"], a.get(key)) for a in r["diagnostics"].get("along", [])]
                                    for r in records])
             if len(steps) and not np.isnan(values).all():
-                ax.plot(steps, scale * np.nanmean(values, 0), color=colour(m), lw=1.8, marker=".")
-                ax.annotate(name, (steps[len(steps) // 2], scale * np.nanmean(values, 0)[len(steps) // 2]),
-                            xytext=(0, 5), textcoords="offset points", color=colour(m), fontsize=8, ha="center")
+                ax.plot(steps, scale * np.nanmean(values, 0), color=colour(m), lw=2, marker=".")
     if top:
-        left.set_ylim(0, 1.25 * max(top))
+        left.set_ylim(0, 1.2 * max(top))
+    for text in lost:
+        left.annotate(text, (0.03, 0.98), xycoords="axes fraction", va="top", fontsize=8, color=INK)
     for ax, text in ((left, "training loss"), (middle, "floor λ_t"), (right, "eigenvalues on the floor, %")):
         ax.set_title(text, loc="left")
         ax.set_xlabel("step")
     middle.set_ylim(bottom=0)
     middle.margins(y=0.2)
     right.margins(y=0.2)
-    end_labels(left, ends)
-    figure.suptitle(f"thick: mean of the seeds; thin: each of {len(runs.values('seed'))}", fontsize=7.5, x=0.99,
-                    ha="right")
+    plots.headline(figure, head, marks=marks)
+    plots.note(figure, notes(f"Thick: mean of {seeds_note(runs)}; thin: each of them", "left: the private training "
+                             "loss, shown because the data set is a public benchmark"))
     return figure
 
 
@@ -361,54 +717,91 @@ def _rows(series: list[list[tuple[int, float | None]]]) -> tuple[list[int], np.n
     """Several runs on one axis of steps: (runs, steps), nan where a run has no value (it may have ended early)."""
     steps = sorted({step for run in series for step, _ in run})
     table = np.full((len(series), len(steps)), np.nan)
+    at = {step: i for i, step in enumerate(steps)}
     for row, run in zip(table, series, strict=True):
         for step, value in run:
-            row[steps.index(step)] = np.nan if value is None else value
+            row[at[step]] = np.nan if value is None else value
     return steps, table
 
 
 # ---- Notebook 05: the cost of a step (Table 5) -----------------------------------------------------------------------
 
+@plots.themed
 def overhead(runs: Runs) -> Figure:
-    """Seconds per step by phase; beside it the paper's, on its own scale."""
-    cells = runs.cells()
-    figure, axes = plots.new(len(cells) + 1, width=4.2 * (len(cells) + 1), height=2.6)
-    used = set()
-    for ax, (data, epsilon) in zip(axes, cells, strict=False):
-        here = runs.where(data=data, epsilon=epsilon)
-        for row, m in enumerate(here.methods()):
-            phases = [step_phases(r) for r in side_by_side(here).where(method=m).records]
+    """Seconds per step by phase; beside it the paper's, on its own scale. Shades are phases, colours methods."""
+    head = "Where the time of a step goes (Table 5)"
+    if not len(runs):
+        return plots.nothing(head)
+    cells, timed = runs.cells(), side_by_side(runs)
+    methods = runs.methods()
+    figure, axes = plots.new(2, len(cells), width=WIDTH, height=1.35 + len(cells) * (0.75 + 0.3 * len(methods)),
+                             width_ratios=(1.7, 1))
+    everything = _phase_means(timed.records)
+    used = [p for p in PHASES if everything.get(p)]
+    for i, (data, epsilon) in enumerate(cells):
+        ax, right = axes[2 * i:2 * i + 2]
+        here = timed.where(data=data, epsilon=epsilon)
+        totals = {m: _phase_means(here.where(method=m).records) for m in methods}
+        base = sum(totals.get("dp-sgd-pt", {}).values())
+        for row, m in enumerate(methods):
             start = 0.0
-            for phase, ink in PHASES.items():
-                value = 1e3 * float(np.mean([p.get(phase, 0.0) for p in phases])) if phases else 0.0
-                ax.barh(row, value, left=start, color=ink, height=0.6)
+            for phase, ink in zip(used, plots.shades(colour(m), len(used)), strict=True):
+                value = 1e3 * totals[m].get(phase, 0.0)
+                ax.barh(row, value, left=start, color=ink, height=0.66, edgecolor="white", lw=0.5)
                 start += value
-                used |= {phase} if value else set()
-            ax.annotate(f"{start:.0f} ms", (start, row), xytext=(4, 0), textcoords="offset points", va="center",
-                        fontsize=8)
-        ax.set_yticks(range(len(here.methods())), [label(m) for m in here.methods()])
-        ax.set_title(f"ours, a CPU core: {title(here, data)}", fontsize=9, loc="left")
+            times = f" ({1e-3 * start / base:.2f}×)" if base and start else ""
+            ax.annotate(f"{start:.0f} ms{times}" if start else "not timed beside the others", (start, row),
+                        xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        rows = [r for r in published()["overhead"]["rows"] if r[0] == data]
+        theirs = {r[2]: r[3] for r in rows}
+        for row, m in enumerate(methods):
+            if m in theirs:
+                right.barh(row, theirs[m], height=0.66, facecolor="white", edgecolor=colour(m), lw=1.6)
+                right.annotate(f"{theirs[m]:g} s ({theirs[m] / theirs['dp-sgd-pt']:.2f}×)", (theirs[m], row),
+                               xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+            elif rows:
+                right.annotate("not in the paper", (0, row), xytext=(4, 0), textcoords="offset points", va="center",
+                               fontsize=7.5, color=SOFT)
+        for panel in (ax, right):
+            panel.set_ylim(len(methods) - 0.4, -0.6)
+            panel.grid(axis="y", visible=False)
+            panel.margins(x=0.28)
+        ax.set_yticks(range(len(methods)), [label(m) for m in methods])
+        right.set_yticks([])
+        ax.set_title(f"ours, one CPU core: {title(here, data)}", loc="left")
         ax.set_xlabel("milliseconds per step")
-        ax.margins(x=0.2)
-    rows = [r for r in published()["overhead"]["rows"] if r[0] == "cifar10"]
-    for row, (_, _, m, step, *_) in enumerate(rows):
-        axes[-1].barh(row, step, height=0.6, facecolor="none", edgecolor=colour(m), lw=1.4)
-        axes[-1].annotate(f"{step:g} s", (step, row), xytext=(4, 0), textcoords="offset points", va="center",
-                          fontsize=8)
-    axes[-1].set_yticks(range(len(rows)), [label(r[2]) for r in rows])
-    axes[-1].set_title(f"the paper, RTX 3090: {sets.label('cifar10')} (WRN-16-4)", fontsize=9, loc="left")
-    axes[-1].set_xlabel("seconds per step")
-    axes[-1].margins(x=0.2)
-    figure.legend(handles=[Patch(color=PHASES[p], label=PHASE_NAMES.get(p, p)) for p in PHASES if p in used],
-                  loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+        right.set_xlabel("seconds per step")
+        if rows:
+            right.set_title(f"the paper, RTX 3090: {published()['utility_table']['models'][data]}", loc="left")
+        else:
+            right.set_axis_off()
+    plots.headline(figure, head, marks=[Patch(color=ink, label=PHASES[p]) for p, ink in
+                                        zip(used, plots.shades("#333333", len(used)), strict=True)])
+    plots.note(figure, notes(f"Means of {seeds_note(runs)} that every method was run with on one machine", "in "
+                             "brackets: times DP-SGD-PT's step; the shade is the phase, the colour the method", "the "
+                             "paper's seconds are a GPU's: only the ratios may be compared"))
     return figure
 
 
-# ---- Notebook 06: robustness (Table 6), rates, the grid search -------------------------------------------------------
+def _phase_means(records: list[dict]) -> dict[str, float]:
+    """Seconds per step by phase, a mean over runs; phases without a name here are in the rest."""
+    found = dict.fromkeys(PHASES, 0.0)
+    for r in records:
+        for phase, seconds in step_phases(r).items():
+            found[phase if phase in PHASES else "rest"] += seconds / len(records)
+    return found
 
+
+# ---- Notebook 06: robustness (Table 6), the grid search --------------------------------------------------------------
+
+@plots.themed
 def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
     """Table 6: the change from the default value, ours filled and the paper's hollow."""
-    figure, axes = plots.new(len(axes_of), width=9.5, height=3.2, sharey=True)
+    where = "; ".join(title(runs, d, e) for d, e in runs.cells())
+    head = f"DP-NGD when one setting leaves its default (Table 6): {where}"
+    if not len(runs):
+        return plots.nothing(head)
+    figure, axes = plots.new(len(axes_of), width=WIDTH, height=3.8, sharey=True)
     shown, bars = [0.0], []
     for ax, (axis, here) in zip(axes, axes_of.items(), strict=True):
         default, paper = runs.default(axis), published()["robustness"]["axes"][axis]
@@ -425,44 +818,65 @@ def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
                 change = paper["mean"][paper["values"].index(v)] - paper["mean"][paper["values"].index(default)]
                 hollow(ax, i + 0.12, change, "dp-ngd")
                 shown.append(change)
-        ax.axhline(0, color=plots.INK, lw=0.8)
-        ax.axhspan(-1, 1, color=plots.FAINT, alpha=0.4, lw=0)
+        ax.grid(axis="x", visible=False)
         ax.set_xticks(range(len(values)), [f"{v:g}" + ("\ndefault" if v == default else "") for v in values])
         ax.set_xlim(-0.5, len(values) - 0.5)
         ax.set_title(AXES[axis], loc="left")
-    settle(axes[0], shown, 0.3, room=3, intervals=bars)
+    for ax in axes:
+        settle(ax, shown, 0.2, room=3, intervals=bars)
+        plots.none_band(ax)
     axes[0].set_ylabel("points above the default")
-    figure.suptitle(f"{interval_note(runs)}; hollow: the paper, UTKFace; grey: ±1 point", fontsize=7.5, x=0.99,
-                    ha="right")
+    plots.headline(figure, head)
+    plots.note(figure, notes(interval_note(runs), "differences paired by seed", "hollow: the paper's, on ResNet-20",
+                             f"grey: within ±{stats.MARGIN:g} point"))
     return figure
 
 
-def rates(runs: Runs) -> Figure:
-    """Each method at half and at the whole of its tuned rate."""
-    groups = [(f"{label(m)}, η = {eta:g}", {"method": m, "eta": eta})
-              for m in runs.methods() for eta in runs.where(method=m).values("eta")]
-    return dots(runs, groups)
-
-
+@plots.themed
 def trials(runs: Runs) -> Figure:
     """What a search of k trials is worth: the expected best validation accuracy of k of a method's trials."""
+    head = "What a search is worth: expected best validation accuracy of k trials"
     runs = round_one(runs)
+    if not len(runs):
+        return plots.nothing(head)
     cells = runs.cells()
-    figure, axes = plots.new(len(cells), width=max(6.2, 3.7 * len(cells)), height=3.3)
-    for ax, (data, epsilon) in zip(axes, cells, strict=True):
-        here, ends, shown = runs.where(data=data, epsilon=epsilon), [], []
+    columns = min(len(cells), 2 if len(cells) in (2, 4) else 3)
+    rows = math.ceil(len(cells) / columns)
+    figure, axes = plots.new(columns, rows, width=WIDTH if columns > 1 else 6.2, height=1.2 + 2.6 * rows)
+    seen: set[str] = set()
+    for ax, (data, epsilon) in zip(axes, cells, strict=False):
+        here, shown = runs.where(data=data, epsilon=epsilon), []
+        tried = [here.where(method=m).values("T") for m in here.baselines()]
+        # DP-SGD was tried at other budgets too, for Figure 2: more trials than the others have.
+        common = [T for T in here.values("T") if all(T in budgets for budgets in tried)]
         for m in here.methods():
-            found = here.accuracies(method=m)
+            found = here.accuracies(method=m, T=common)
             if METHODS[m].arm_of or not found:
                 continue
             best = [expected_best(found, k) for k in range(1, len(found) + 1)]
-            ax.plot(range(1, len(best) + 1), best, color=colour(m), lw=1.6, marker=METHODS[m].marker, ms=3.5)
-            ends.append((len(best), best[-1], label(m), colour(m)))
+            ax.plot(range(1, len(best) + 1), best, color=colour(m), lw=2 if m == "dp-ngd" else 1.2,
+                    marker=METHODS[m].marker, ms=4)
+            seen.add(m)
             shown += best
-        settle(ax, shown, 0.08, room=2)
-        end_labels(ax, ends)
+        settle(ax, shown, 0.1, room=2)
         ax.set_title(title(here, data, epsilon), loc="left")
-        ax.set_xlabel("trials")
         ax.xaxis.get_major_locator().set_params(integer=True)
-    axes[0].set_ylabel("expected best validation accuracy, %")
+    for i, ax in enumerate(axes):
+        if i >= len(cells):
+            ax.set_axis_off()
+        elif i + columns >= len(cells):
+            ax.set_xlabel("trials k")
+    for row in range(rows):
+        axes[row * columns].set_ylabel("validation accuracy, %")
+    plots.headline(figure, head, [m for m in runs.methods() if m in seen])
+    plots.note(figure, "Mean of the best of k trials drawn from a method's own, in closed form; one seed per trial, a "
+                       "validation part of the private set, the first round of the search.")
     return figure
+
+
+# ---- The audit -------------------------------------------------------------------------------------------------------
+
+def canary(stored: dict) -> Figure:
+    """Scores of a release with a canary and without it, per method, beside what sigma allows (results/audit.json)."""
+    with matplotlib.rc_context(plots.style()):
+        return draw_canary(stored["canary"])

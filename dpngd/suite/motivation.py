@@ -40,7 +40,11 @@ _AXES = torch.tensor([STEEP, FLAT])
 
 @dataclass(frozen=True)
 class Valley:
-    """Contours of the loss, its minimum, and the path of theta for each method: (T + 1, 2)."""
+    """Contours of the loss, its minimum, and the path of theta for each method: (T + 1, 2).
+
+    every     (n, T + 1, 2) by method: as many draws of batches and noise, the first of them in `paths`
+    losses    (n, T + 1) by method
+    """
 
     axes: tuple[np.ndarray, np.ndarray]
     loss: np.ndarray
@@ -48,6 +52,8 @@ class Valley:
     paths: dict[str, np.ndarray]
     losses: dict[str, np.ndarray]
     sigma: float
+    every: dict[str, np.ndarray]
+    epsilon: float
 
 
 def inputs(n: int, condition: float, generator: torch.Generator) -> torch.Tensor:
@@ -60,23 +66,27 @@ def loss_at(theta: np.ndarray, x: np.ndarray, sign: np.ndarray) -> np.ndarray:
 
 
 def valley(*, condition: float = 60.0, epsilon: float = 2.0, T: int = 25, rate: float = 1.2, lambda_safe: float = 0.12,
-           C: float = 1.0, seed: int = 0, noise: bool = True) -> Valley:
-    """Train DP-SGD and DP-NGD from the same start at the same privacy, with the rate that lambda_safe implies."""
+           C: float = 1.0, seed: int = 0, noise: bool = True, draws: int = 8) -> Valley:
+    """Train DP-SGD and DP-NGD from the same start at the same privacy, with the rate that lambda_safe implies; `draws`
+    times on the same data, with other batches and noise."""
     x = inputs(N, condition, stream(seed, "toy inputs"))
     truth = torch.tensor(OPTIMUM) @ _AXES
     y = (torch.rand(N, generator=stream(seed, "toy labels")) < torch.sigmoid(x @ truth)).long()
     sigma = privacy.calibrate(epsilon, 1e-5, B / N, T, N=N) if noise else 0.0
-    paths = {"dp-sgd": _train(x, y, None, rate, T, C, sigma, seed),
-             "dp-ngd": _train(x, y, (condition, lambda_safe), eta_ngd(lambda_safe, C, rate, C), T, C, sigma, seed)}
+    settings = {"dp-sgd": (None, rate), "dp-ngd": ((condition, lambda_safe), eta_ngd(lambda_safe, C, rate, C))}
+    every = {method: np.stack([_train(x, y, curvature, eta, T, C, sigma, 1000 * k + seed) for k in range(draws)])
+             for method, (curvature, eta) in settings.items()}
+    paths = {method: found[0] for method, found in every.items()}
     xn, sign = x.double().numpy(), 2 * y.double().numpy() - 1
     optimum = _minimum(xn, sign)
-    every = np.concatenate([*paths.values(), optimum[None]])
-    low, high = every.min(0) - 0.6, every.max(0) + 0.6
+    points = np.concatenate([*(p.reshape(-1, 2) for p in every.values()), optimum[None]])
+    low, high = points.min(0) - 0.4, points.max(0) + 0.4
     axes = tuple(np.linspace(lo, hi, 70) for lo, hi in zip(low, high, strict=True))
     grid = np.stack(np.meshgrid(*axes), -1).reshape(-1, 2)
     subset = slice(None, None, 4)  # contours need no more
     loss = loss_at(grid, xn[subset], sign[subset]).reshape(len(axes[1]), len(axes[0]))
-    return Valley(axes, loss, optimum, paths, {m: loss_at(p, xn, sign) for m, p in paths.items()}, sigma)
+    losses = {m: np.stack([loss_at(path, xn, sign) for path in found]) for m, found in every.items()}
+    return Valley(axes, loss, optimum, paths, losses, sigma, every, epsilon)
 
 
 def _train(x, y, curvature: tuple[float, float] | None, eta: float, T: int, C: float, sigma: float,

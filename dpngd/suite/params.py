@@ -1,13 +1,20 @@
 """params/*.yaml: reading them, laying one over another, and looking up the value of a cell.
 
 `paper.yaml` is complete. Any other profile overrides some of it, and a key that is not in paper.yaml is an error;
-`published.yaml` holds the paper's numbers, and `tuned/<profile>.yaml` what its grid search chose, from the settings in
-`tuned/<profile>-finalists.yaml`.
+`published.yaml` holds the paper's numbers, `deviations.yaml` what it leaves open and what we take. What `dpngd tune`
+writes:
+
+    tuned/<profile>.yaml          what the search chose: DP-SGD's rate by data set, epsilon and T (`eta_sgd`), and for
+                                  every method by data set and epsilon its T, its own values and, but for DP-NGD, `rate`
+    tuned/<profile>-trials.yaml   the trials that followed from earlier ones: the second round, and the finalists
+    tuned/<profile>-gate.yaml     what the gate measured, and the N and B that passed
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,8 +24,9 @@ import yaml
 from dpngd.errors import UsageError, unknown
 from dpngd.suite import paths
 
-DEPTH = {"defaults": 1, "data": 2, "methods": 2, "artifacts": 2, "tuning": 1, "tuning_networks": 1,
-         "cost": 1}  # below, values are whole
+DEPTH = {"defaults": 1, "data": 2, "methods": 2, "artifacts": 2, "gate": 1, "tuning": 1, "tuning_networks": 1,
+         "cost": 1, "resources": 1}  # below, values are whole
+SEARCHES = ("tuning", "tuning_networks")  # the grid searches: on the profile's networks, and on another one
 
 
 class _Loader(yaml.SafeLoader):
@@ -50,7 +58,7 @@ def read_params(name: str) -> dict[str, Any]:
 
 def profile_names() -> list[str]:
     """The profiles there are."""
-    return sorted(path.stem for path in paths.PARAMS.glob("*.yaml") if path.stem != "published")
+    return sorted(path.stem for path in paths.PARAMS.glob("*.yaml") if path.stem not in ("published", "deviations"))
 
 
 @functools.cache
@@ -59,27 +67,43 @@ def published() -> dict[str, Any]:
     return read_params("published")
 
 
+def deviations() -> list[dict[str, str]]:
+    """What the paper leaves open and what we take (params/deviations.yaml): topic, open, take, why, perhaps switch."""
+    return read_params("deviations")["rows"]
+
+
 def settings(name: str) -> dict[str, Any]:
     """The settings of a profile: paper.yaml under the profile's overrides."""
     if name not in profile_names():
         raise unknown("profile", name, profile_names())
     paper = read_params("paper")
     merged = paper if name == "paper" else merge(paper, read_params(name), f"{name}.yaml")
-    return {**merged, "tuned": stored_winners(name), "finalists": stored_finalists(name)}
+    return {**merged, "tuned": written(name), "trials": written(name, "-trials"), "gated": written(name, "-gate")}
 
 
-def stored_winners(name: str) -> dict[str, Any]:
-    """What the profile's grid search chose, by method and data set; nothing where it was not run."""
-    return _written(f"tuned/{name}")
+def written(name: str, which: str = "") -> dict[str, Any]:
+    """What `dpngd tune` left in params/tuned/<name><which>.yaml; nothing where it was not run."""
+    file = f"tuned/{name}{which}"
+    return read_params(file) if (paths.PARAMS / f"{file}.yaml").exists() else {}
 
 
-def stored_finalists(name: str) -> dict[str, Any]:
-    """The best settings of the search's first round, best first, by method and data set."""
-    return _written(f"tuned/{name}-finalists")
+def digest(settings: Mapping[str, Any]) -> str:
+    """Of the grid and of every setting that its trials take: what a search chose is good for these alone.
+
+    Not in it: seeds and cells of tables, methods that are not searched for, costs. They may change after the tuning.
+    """
+    methods = {m for search in SEARCHES for m in settings[search]["grid"]}
+    cells = {d for search in SEARCHES for d in settings[search]["cells"]}
+    taken = {"defaults": settings["defaults"], "data": {d: settings["data"][d] for d in sorted(cells)},
+             "methods": {m: settings["methods"][m] for m in sorted(methods)}, **{s: settings[s] for s in SEARCHES}}
+    return hashlib.sha256(json.dumps(_plain(taken), sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _written(name: str) -> dict[str, Any]:
-    return read_params(name) if (paths.PARAMS / f"{name}.yaml").exists() else {}
+def _plain(value: Any) -> Any:
+    """With every key a text: YAML has epsilons as keys, which JSON would not sort beside names."""
+    if isinstance(value, Mapping):
+        return {f"{k:g}" if isinstance(k, int | float) else str(k): _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def merge(base: Mapping, over: Mapping, file: str, path: tuple[str, ...] = (), depth: int | None = None) -> dict:
@@ -114,8 +138,24 @@ def pick(value: Any, data: str, epsilon: float, name: str, method: str) -> Any:
             raise UsageError(f"{name} of {method} is not stated for {data}, only for {', '.join(value)}")
         value = value[data]
         if isinstance(value, Mapping):
-            value = value[min(value, key=lambda stated: (abs(math.log(stated / epsilon)), stated))]
+            value = nearest(value, epsilon)
     return value
+
+
+def nearest(table: Mapping[float, Any], epsilon: float) -> Any:
+    """The entry of the nearest epsilon on a log scale; of two as near, the smaller's."""
+    return table[min(table, key=lambda stated: (abs(math.log(stated / epsilon)), stated))]
+
+
+def interpolated(table: Mapping[int, float], T: int) -> float:
+    """A rate at T from a table by T: log-log between two of its rows, and its first or last row outside of them."""
+    rows = sorted(table)
+    if rows[0] >= T or rows[-1] <= T:
+        return table[min(max(T, rows[0]), rows[-1])]
+    high = next(t for t in rows if t >= T)
+    low = rows[rows.index(high) - 1]
+    share = math.log(T / low) / math.log(high / low)
+    return table[low] ** (1 - share) * table[high] ** share
 
 
 def number(value: float) -> float:

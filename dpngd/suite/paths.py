@@ -5,10 +5,11 @@
 | ROOT | the checkout |
 | PARAMS | params/: profiles, published numbers, what the searches chose |
 | RESULTS, BENCH | results/: shipped records; results/bench.json |
+| AUDIT, SELF_TEST | results/audit.json, results/audit-self-test.json: what `dpngd audit --json` printed |
 | FIGURES | figures/<profile>/: what run_all.py draws |
 | NOTEBOOKS | notebooks/ |
 | STORE | .store/, or what DPNGD_STORE names: records computed here |
-| TEMPLATES | templates/ beside this module |
+| PACKAGE, TEMPLATES | dpngd/ itself; templates/ beside this module |
 
 Use them as `paths.PARAMS`, when the file is needed: a name is looked up then, not at import. A package installed from a
 wheel has TEMPLATES and its own copy of PARAMS (and STORE, where DPNGD_STORE is set); every other name raises a
@@ -23,8 +24,10 @@ from pathlib import Path
 from dpngd.errors import UsageError
 from dpngd.files import checkout
 
-TEMPLATES = Path(__file__).resolve().parent / "templates"
+PACKAGE = Path(__file__).resolve().parents[1]
+TEMPLATES = PACKAGE / "suite" / "templates"
 IN_CHECKOUT = {"ROOT": ".", "PARAMS": "params", "RESULTS": "results", "BENCH": "results/bench.json",
+               "AUDIT": "results/audit.json", "SELF_TEST": "results/audit-self-test.json",
                "FIGURES": "figures", "NOTEBOOKS": "notebooks", "STORE": ".store"}
 
 
@@ -34,7 +37,7 @@ def __getattr__(name: str) -> Path:
     if name == "STORE" and (given := os.environ.get("DPNGD_STORE")):
         return Path(given).absolute()
     root = checkout()
-    packaged = Path(__file__).resolve().parents[1] / "params"
+    packaged = PACKAGE / "params"
     if root is None and name == "PARAMS" and packaged.is_dir():
         return packaged
     if root is None:

@@ -1,33 +1,67 @@
-"""How every figure looks: one colour per method, error bars with n, the paper's numbers hollow, a stamp.
+"""How every figure looks: seaborn's white grid, one colour per method, intervals, the paper's numbers hollow, a stamp.
 
-Colours are Okabe and Ito's, which people with any of the common colour deficiencies can tell apart; markers differ
-too, so a grey print still reads.
+| what | how |
+| --- | --- |
+| colour and marker | a method, in every figure: METHODS has them (Okabe and Ito's; arms of DP-NGD are blue) |
+| filled | ours, a mean with its 95% interval |
+| hollow | the paper's, only where both have one scale |
+| grey band | differences that count as none (±1 point) |
+| arrow with a number | a mean or an interval that ends beyond the axis: the number says where |
+
+An axis is set by the means and by what their intervals add up to one span more, so one wide interval cannot flatten all
+the others. People with any of the common colour deficiencies can tell the colours apart, and markers differ too.
 """
 
 from __future__ import annotations
 
+import functools
 import io
+import math
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from dpngd.methods import METHODS
 from dpngd.suite import stats
 
 OKABE_ITO = {"black": "#000000", "orange": "#E69F00", "sky": "#56B4E9", "green": "#009E73", "yellow": "#F0E442",
              "blue": "#0072B2", "vermilion": "#D55E00", "purple": "#CC79A7"}
-INK, FAINT, HOLLOW = "#222222", "#D9D9D9", "#666666"
+INK, SOFT, FAINT = "#222222", "#666666", "#E4E4E4"
 PERCENT = (0.0, 100.0)  # an interval may leave it, an axis of accuracies may not
-STYLE = {
-    "font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 10, "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.labelcolor": INK,
-    "axes.grid": True, "grid.color": "#EEEEEE", "grid.linewidth": 0.8, "axes.axisbelow": True,
-    "figure.facecolor": "white", "figure.dpi": 100, "savefig.dpi": 130, "legend.frameon": False,
-    "svg.hashsalt": "dpngd", "svg.fonttype": "none",  # the same data give the same file
-}
+WIDTH = 9.0  # inches: the report's column at 120 dots per inch
+DPI = 130
+
+
+@functools.cache
+def style() -> dict[str, Any]:
+    """The one theme, as matplotlib's settings."""
+    import seaborn  # late: half a second that only drawing needs
+
+    ours = {
+        "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture on every machine
+        "axes.titlelocation": "left", "axes.labelcolor": INK, "text.color": INK, "axes.edgecolor": "#888888",
+        "axes.spines.top": False, "axes.spines.right": False, "grid.color": "#EBEBEB", "axes.axisbelow": True,
+        "xtick.color": INK, "ytick.color": INK, "figure.facecolor": "white", "figure.dpi": 100, "savefig.dpi": DPI,
+        "legend.frameon": False, "svg.hashsalt": "dpngd", "svg.fonttype": "none",  # the same data give the same file
+    }
+    sizes = {"font.size": 9, "axes.titlesize": 10, "axes.labelsize": 9, "xtick.labelsize": 9, "ytick.labelsize": 9,
+             "legend.fontsize": 8.5, "legend.title_fontsize": 8.5, "grid.linewidth": 0.8, "axes.linewidth": 0.8,
+             "xtick.major.width": 0.8, "ytick.major.width": 0.8}
+    return {**seaborn.axes_style("whitegrid"), **seaborn.plotting_context("paper"), **sizes, **ours}
+
+
+def shades(ink: str, n: int) -> list[str]:
+    """`n` shades of a colour, the darkest first."""
+    import seaborn
+
+    return seaborn.light_palette(ink, n + 1).as_hex()[:0:-1]
 
 
 def colour(method: str) -> str:
@@ -38,45 +72,166 @@ def label(method: str) -> str:
     return METHODS[method].label
 
 
+def themed(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    """A function that draws a figure, under the theme: sizes of titles and legends are read when these are made."""
+    @functools.wraps(draw)
+    def inside(*args: Any, **kwargs: Any) -> Figure:
+        with matplotlib.rc_context(style()):
+            return draw(*args, **kwargs)
+    return inside
+
+
 def new(columns: int = 1, rows: int = 1, *, width: float = 7.2, height: float = 3.4, **kwargs) -> tuple[Figure, list]:
     """A figure that belongs to no window, and its axes as a flat list."""
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(style()):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False, **kwargs)
-        for ax in axes.flat:
-            ax.tick_params(colors=INK)
         return figure, list(axes.flat)
 
+
+# ---- What is told around the panels ----------------------------------------------------------------------------------
+
+def headline(figure: Figure, text: str, methods: Sequence[str] = (), marks: Sequence[Any] = ()) -> None:
+    """What the figure shows, above all panels; below it a line with the methods and other marks."""
+    handles = [Line2D([], [], color=colour(m), marker=METHODS[m].marker, lw=0, ms=6.5, label=label(m)) for m in methods]
+    handles += marks
+    bold = {"size": 10.5, "weight": "bold"}
+    if handles:  # as the legend's title: a title of its own would lie under the legend
+        figure.legend(handles=handles, loc="outside upper left", ncols=min(8, len(handles)), handletextpad=0.3,
+                      columnspacing=1.1, borderaxespad=0.1, borderpad=0.2, title=text, title_fontproperties=bold,
+                      alignment="left")
+    else:
+        figure.suptitle(text, x=0.008, ha="left", fontproperties=bold)
+
+
+def note(figure: Figure, text: str) -> None:
+    """What the marks mean, below all panels; the stamp comes below it."""
+    width, height = figure.get_size_inches()
+    lines = textwrap.wrap(text, int(width * 17.5))
+    foot = 0.19 + 0.14 * len(lines)
+    figure.text(0.008, 0.16 / height, "\n".join(lines), ha="left", va="bottom", fontsize=7.5, color=SOFT,
+                linespacing=1.25)
+    figure.get_layout_engine().set(rect=(0, foot / height, 1, 1 - foot / height))
+    figure.dpngd_foot = foot
+
+
+def stamp(figure: Figure, text: str) -> None:
+    """Which results it was drawn from, in the last line."""
+    width, height = figure.get_size_inches()
+    if not hasattr(figure, "dpngd_foot"):
+        figure.get_layout_engine().set(rect=(0, 0.17 / height, 1, 1 - 0.17 / height))
+    size = min(6.0, 125 * width / max(1, len(text)))
+    figure.text(1 - 0.03 / width, 0.03 / height, text, ha="right", va="bottom", fontsize=size, color=SOFT)
+
+
+def papers_mark(text: str = "hollow: the paper") -> Line2D:
+    return Line2D([], [], color=SOFT, marker="o", mfc="white", lw=0, ms=6, label=text)
+
+
+def better(ax: Axes, text: str = "DP-NGD better", up: bool = False) -> None:
+    """Which side of a difference is whose, written at the axis."""
+    if up:
+        ax.annotate(f"{text} ↑", (0.02, 0.02), xycoords="axes fraction", ha="left", va="bottom", fontsize=7.5,
+                    color=SOFT, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1}, zorder=6)
+    else:
+        ax.annotate(f"{text} →", (1, 1), xycoords="axes fraction", xytext=(0, 3), textcoords="offset points",
+                    ha="right", va="bottom", fontsize=7.5, color=SOFT)
+
+
+def none_band(ax: Axes, horizontal: bool = False, margin: float = stats.MARGIN) -> None:
+    """Zero, and the differences that count as none."""
+    line, span = (ax.axvline, ax.axvspan) if horizontal else (ax.axhline, ax.axhspan)
+    span(-margin, margin, color=FAINT, alpha=0.55, lw=0, zorder=0)
+    line(0, color=INK, lw=0.8, zorder=1)
+
+
+# ---- Means, intervals, the paper's numbers ---------------------------------------------------------------------------
 
 def bar(e: stats.Estimate) -> np.ndarray | None:
     """The two arms of an error bar; None where one run gives none."""
     return None if not np.isfinite(e.high - e.low) else np.array([[e.mean - e.low], [e.high - e.mean]])
 
 
-def point(ax: Axes, x: float, e: stats.Estimate, method: str, *, scale: float = 1.0, horizontal: bool = False) -> None:
-    """A mean with its 95% interval; nothing where nothing was run."""
+def point(ax: Axes, x: float, e: stats.Estimate, method: str, *, scale: float = 1.0, horizontal: bool = False,
+          **look: Any) -> None:
+    """A mean with its 95% interval; nothing where nothing was run. `settle` ends in arrows what leaves the axis."""
     if e.n == 0:
         return
     arms = bar(e)
     arms = None if arms is None else arms * scale
     place = {"x": e.mean * scale, "y": x, "xerr": arms} if horizontal else {"x": x, "y": e.mean * scale, "yerr": arms}
-    look = {"fmt": METHODS[method].marker, "color": colour(method), "ms": 5.5, "capsize": 2.5, "lw": 1.2}
+    look = {"fmt": METHODS[method].marker, "color": colour(method), "ms": 5.5, "capsize": 2.5, "lw": 1.3, **look}
     _, caps, bars = ax.errorbar(**place, **look, zorder=3)
-    for part in (*caps, *bars):  # two runs have intervals that leave the picture: they must not drown the means
-        part.set_alpha(0.45)
+    for part in (*caps, *bars):
+        part.set_alpha(0.6)
+    ends = [scale * v for v in (e.low, e.high)] if arms is not None else [scale * e.mean] * 2
+    drawn(ax).append((x, scale * e.mean, *ends, look["color"]))
 
 
-def hollow(ax: Axes, x: float, y: float, method: str) -> None:
+def drawn(ax: Axes) -> list[tuple[float, float, float, float, str]]:
+    """Place, mean, low, high and colour of what `point` drew here."""
+    if not hasattr(ax, "dpngd_drawn"):
+        ax.dpngd_drawn = []
+    return ax.dpngd_drawn
+
+
+def hollow(ax: Axes, x: float, y: float, method: str, **look: Any) -> None:
     """A number of the paper."""
-    ax.plot([x], [y], METHODS[method].marker, mfc="white", mec=colour(method), ms=6, mew=1.2, zorder=2, alpha=0.9)
+    ax.plot([x], [y], METHODS[method].marker, **{"mfc": "white", "mec": colour(method), "ms": 6.5, "mew": 1.1,
+                                                 "zorder": 2.5, **look})
 
+
+def limits(values: list[float], intervals: list[stats.Estimate], pad: float, room: float) -> tuple[float, float] | None:
+    """Limits that show all means and what the intervals add, up to one span more: those of two runs have no end."""
+    finite = [v for v in values if np.isfinite(v)]
+    if not finite:
+        return None
+    low, high = min(finite), max(finite)
+    span = max(high - low, room, 1e-9)
+    ends = [v for e in intervals for v in (e.low, e.high) if np.isfinite(v)]
+    least, most = min([low, *ends]), max([high, *ends])
+    return max(least, low - span) - pad * span / 2, min(most, high + span) + pad * span / 2
+
+
+def settle(ax: Axes, values: list[float], pad: float = 0.12, room: float = 0.0,
+           intervals: list[stats.Estimate] | None = None, within: tuple[float, float] = (-np.inf, np.inf),
+           horizontal: bool = False) -> None:
+    """The limits of the axis of values by `limits`, inside `within`; what leaves them ends in an arrow with its number.
+    A panel without values says so."""
+    found = limits(values, intervals or [], pad, room)
+    if found is None:
+        not_run(ax, horizontal)
+        return
+    (ax.set_xlim if horizontal else ax.set_ylim)(np.clip(found, *within))
+    arrows(ax, horizontal)
+
+
+def arrows(ax: Axes, horizontal: bool = False) -> None:
+    """At the edge of the axis, an arrow and the number where the interval ends (or the mean lies)."""
+    low, high = ax.get_xlim() if horizontal else ax.get_ylim()
+    for at, mean, least, most, ink in drawn(ax):
+        for end, edge, over, sign in ((least, low, least < low, -1), (most, high, most > high, 1)):
+            if not over or not math.isfinite(end):
+                continue
+            outside = mean < low if sign < 0 else mean > high
+            place = (edge, at) if horizontal else (at, edge)
+            ax.plot(*place, marker=("<" if sign < 0 else ">") if horizontal else ("v" if sign < 0 else "^"), color=ink,
+                    ms=6, zorder=4, clip_on=False)
+            text = f"{mean if outside else end:.1f}"
+            ax.annotate(text, place, xytext=(-sign * 7, 4) if horizontal else (5, -sign * 2), color=ink, fontsize=7.5,
+                        textcoords="offset points", ha=("right" if sign > 0 else "left") if horizontal else "left",
+                        va="bottom" if horizontal or sign < 0 else "top", zorder=5, annotation_clip=False)
+
+
+# ---- Labels at the ends of curves ------------------------------------------------------------------------------------
 
 def end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
     """Direct labels (x, y, text, colour) at the right ends of curves, moved apart so that none hides another."""
     if not ends:
         return
     low, high = ax.get_ylim()
-    gap = (high - low) * 0.075
+    height = ax.get_figure().get_size_inches()[1] * ax.get_position().height  # inches, before the layout is settled
+    gap = (high - low) * min(0.3, max(0.075, 0.17 / max(height, 0.5)))
     ends = sorted(ends, key=lambda e: e[1])
     for (x, y, text, ink), at in zip(ends, apart([e[1] for e in ends], gap, high), strict=True):
         ax.annotate(text, (x, y), xytext=(1.02, at), textcoords=("axes fraction", "data"), color=ink, fontsize=8,
@@ -94,37 +249,28 @@ def apart(heights: list[float], gap: float, top: float) -> list[float]:
     return placed
 
 
-def limits(values: list[float], intervals: list[stats.Estimate], pad: float, room: float) -> tuple[float, float] | None:
-    """Limits that show all means and what the intervals add, up to one span more: those of two runs have no end."""
-    finite = [v for v in values if np.isfinite(v)]
-    if not finite:
-        return None
-    low, high = min(finite), max(finite)
-    span = max(high - low, room, 1e-9)
-    ends = [v for e in intervals for v in (e.low, e.high) if np.isfinite(v)]
-    least, most = min([low, *ends]), max([high, *ends])
-    return max(least, low - span) - pad * span / 2, min(most, high + span) + pad * span / 2
+# ---- What was not run ------------------------------------------------------------------------------------------------
+
+def not_run(ax: Axes, horizontal: bool = False) -> None:
+    (ax.set_xticks if horizontal else ax.set_yticks)([])
+    ax.annotate("not run yet", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", color=SOFT)
 
 
-def settle(ax: Axes, values: list[float], pad: float = 0.12, room: float = 0.0,
-           intervals: list[stats.Estimate] | None = None, within: tuple[float, float] = (-np.inf, np.inf)) -> None:
-    """y limits by `limits`, inside `within`; a panel without values says so."""
-    found = limits(values, intervals or [], pad, room)
-    if found:
-        ax.set_ylim(np.clip(found, *within))
-    else:
-        not_run(ax)
+def nothing(text: str) -> Figure:
+    """A figure of results that are not there yet: `is_empty` knows it, and a Study shows a sentence in its place."""
+    figure, (ax,) = new(height=1.2)
+    headline(figure, text)
+    ax.set_axis_off()
+    not_run(ax)
+    figure.dpngd_empty = True
+    return figure
 
 
-def not_run(ax: Axes) -> None:
-    ax.set_yticks([])
-    ax.annotate("not run yet", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", color=HOLLOW)
+def is_empty(figure: Figure) -> bool:
+    return getattr(figure, "dpngd_empty", False)
 
 
-def stamp(figure: Figure, text: str) -> None:
-    figure.text(0.995, 0.004, text, ha="right", va="bottom", fontsize=6, color="#777777")
-    figure.get_layout_engine().set(rect=(0, 0.025, 1, 0.975))
-
+# ---- Files -----------------------------------------------------------------------------------------------------------
 
 def png(figure: Figure) -> bytes:
     return _file(figure, "png", {"Software": None})
@@ -139,6 +285,6 @@ def save(figure: Figure, folder: Path, name: str, picture: bytes | None = None) 
 
 def _file(figure: Figure, kind: str, metadata: dict) -> bytes:
     buffer = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(style()):
         figure.savefig(buffer, format=kind, metadata=metadata)
     return buffer.getvalue()

@@ -1,7 +1,10 @@
 """figures/<profile>/index.html and claims.json, from the entries that the notebooks left there.
 
-One page, nothing fetched from elsewhere: pictures and styles are inside it. A picture that an entry names and the
-folder lacks is an error, not a gap. `dpngd report quick` writes the page again.
+One page, nothing fetched from elsewhere: pictures and styles are inside it. It begins with what is missing (planned
+runs that do not exist), an abstract of five sentences made from the claims, and one picture; then the claims by
+artifact, the figures and tables, the audit (results/audit.json), the bench (results/bench.json), deviations and
+provenance with the protocol's commit. A picture that an entry names and the folder lacks is an error, not a gap.
+`dpngd report quick` writes the page again, `dpngd report cpu --docs` the table of docs/claims.md.
 """
 
 from __future__ import annotations
@@ -11,18 +14,21 @@ import base64
 import html
 import json
 import re
+import struct
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
+from markupsafe import Markup, escape
 
 from dpngd.errors import UsageError
 from dpngd.files import write_atomically
 from dpngd.suite import claims, paths, profiles, stats
-from dpngd.suite.params import published
+from dpngd.suite.params import deviations, published
 from dpngd.suite.store import Store
-from dpngd.suite.study import ARTIFACTS, results_stamp
+from dpngd.suite.study import ARTIFACTS, bench_report, configs, results_stamp
 
 
 def entries(folder: Path) -> dict[str, dict]:
@@ -63,15 +69,25 @@ def write_report(profile: str, folder: Path) -> Path:
     if not left:
         raise UsageError(f"{folder.name}/ has no notebook's results: run run_all.py --profile {profile}")
     check_files(left, folder)
+    for notebook, entry in left.items():
+        if any(not row.keys() >= set(claims.ROW) for row in entry["claims"]):
+            raise UsageError(f"{folder.name}/{notebook}.json is of another edition: run dpngd run --profile {profile}")
     rows = claim_rows(left)
     settings = profiles.load(profile)
-    data = {"profile": profile, "about": settings.about,
-            "stamp": results_stamp(profile, Store(profile), shown_keys(left)), "paper": published()["paper"]["title"],
-            "claims": rows, "compute": compute(left, profile), "rules": (stats.__doc__ or "").split("\n\n")[2]}
+    stamp = results_stamp(profile, Store(profile), shown_keys(left))
+    data = {"profile": profile, "edition": claims.EDITION, "about": settings.about, "stamp": stamp,
+            "paper": published()["paper"]["title"], "claims": rows, "compute": compute(left, settings),
+            "protocol": protocol(folder, stamp), "rules": rule_table()}
+    data["abstract"] = abstract(data)
     write_atomically(folder / "claims.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
     page = folder / "index.html"
     write_atomically(page, render(data, left, folder, settings))
     return page
+
+
+def rule_table() -> str:
+    """The table of rules in the docstring of `stats`."""
+    return next(part for part in (stats.__doc__ or "").split("\n\n") if part.startswith("| claim"))
 
 
 def shown_keys(left: dict[str, dict]) -> set[str]:
@@ -79,26 +95,188 @@ def shown_keys(left: dict[str, dict]) -> set[str]:
     return {key for entry in left.values() for key in entry["compute"]["keys"]}
 
 
-def compute(left: dict[str, dict], profile: str) -> dict[str, Any]:
-    """Runs, core hours and hardware; runs that two notebooks share are counted once."""
-    keys, store = shown_keys(left), Store(profile)
+def compute(left: dict[str, dict], settings: profiles.Profile) -> dict[str, Any]:
+    """Runs, core hours and hardware; runs that two notebooks share are counted once. `planned` are the runs that the
+    profile asks for, `there` how many of them exist."""
+    keys, store = shown_keys(left), Store(settings.name)
     records = [record for key in sorted(keys) if (record := store.find(key))]
-    return {"runs": len(keys), "hours": round(sum(r["seconds"]["total"] for r in records) / 3600, 3),
+    planned = {c.key() for notebook in ARTIFACTS for group in configs(notebook, settings).values() for c in group}
+    return {"runs": len(keys), "planned": len(planned), "there": sum(store.find(key) is not None for key in planned),
+            "commits": sorted({r.get("where", {}).get("commit", "unknown") for r in records}),
+            "hours": round(sum(r["seconds"]["total"] for r in records) / 3600, 3),
             "hardware": sorted({h for entry in left.values() for h in entry["compute"]["hardware"]}),
             "largest_run_s": round(max((r["seconds"]["total"] for r in records), default=0.0), 1)}
+
+
+def protocol(folder: Path, stamp: str) -> dict[str, str] | None:
+    """The commits of docs/protocol.md: the first, with which the rules were fixed, and the last that changed it.
+
+    It is asked of git once per results and kept in claims.json: drawn again from the same results, also where there is
+    no git, the page says the same. None where no commit is known; uncommitted changes are never named."""
+    path = folder / "claims.json"
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if kept.get("stamp") == stamp and kept.get("protocol"):
+        return kept["protocol"]
+    try:
+        done = subprocess.run(["git", "log", "--follow", "--format=%h %cs", "--", "docs/protocol.md"], cwd=paths.ROOT,
+                              capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+    if not lines:
+        return None
+    (last, changed), (first, fixed) = lines[0].split(), lines[-1].split()
+    return {"first": first, "fixed": fixed, "last": last, "changed": changed}
+
+
+# ---- What was found, in five sentences -------------------------------------------------------------------------------
+
+def abstract(data: Mapping[str, Any]) -> list[str]:
+    """Five sentences from the rows of the claims: nothing in them but their words and numbers. **Text** is bold."""
+    rows = {row["id"]: row for row in data["claims"]}
+    papers = [row for row in data["claims"] if not row["question"]]
+
+    def told(*ids: str) -> str:
+        said = [f"{rows[i]['sentence'].rstrip('.')}: **{claims.worded(rows[i])}**{numbers(rows[i])}" for i in ids]
+        return "; ".join([said[0], *(x[0].lower() + x[1:] if x[1:2].islower() else x for x in said[1:])]) + "."
+
+    def numbers(row: Mapping[str, Any]) -> str:
+        if row["word"] == stats.NOT_RUN:
+            return f" ({row['runs']:,} of {row['planned']:,} planned runs are there)" if row["planned"] else ""
+        found = [p["estimate"] for p in row["parts"] if p["estimate"] is not None]
+        if len(found) < 2:
+            return f" ({row['brief']})"
+        held = "" if row["held"] is None else f"shown in {row['held']} of {row['cells']}; "
+        sign = "+" if "points" in row["unit"] else ""
+        return f" ({held}{min(found):{sign}.2f} to {max(found):{sign}.2f}{row['unit']})"
+
+    counts = {word: n for word, n in tally(papers) if n}
+    found = data["compute"]
+    runs = f"all {found['planned']:,} planned runs" if found["there"] == found["planned"] else \
+        f"{found['there']:,} of {found['planned']:,} planned runs"
+    first = f"The paper makes {len(papers)} claims that can be tested; on {runs} they come out as " \
+            f"{', '.join(f'**{n} {word}**' for word, n in counts.items())}."
+    against = [row["sentence"].rstrip(".") for row in papers if row["word"] == stats.REFUTED]
+    unsure = "".join(f"; {counts[word]} {'is' if counts[word] == 1 else 'are'} {word}"
+                     for word in (stats.INCONCLUSIVE, stats.NOT_TESTABLE, stats.NOT_RUN) if word in counts)
+    fourth = f"Refuted here: {'; '.join(against)}." if against else f"No claim of the paper is refuted here{unsure}."
+    return [first, told("best-everywhere", "stricter-larger"), told("fewer-steps", "step-cost-bench"), fourth,
+            told("untuned-ahead", "untuned-level")]
+
+
+# ---- The page --------------------------------------------------------------------------------------------------------
+
+SHOWN_IN = {"theory": "theorem", "utility_table": "lead"}
+SHOWN_ELSEWHERE = {"same-privacy": "privacy", "stricter-larger": "utility_table"}
+"""The figure (or table) of a claim has the name of its artifact, but for these artifacts and these claims."""
+
+
+def shown_in(claim: claims.Claim) -> str:
+    source = claim.source.split("+")[0].removesuffix("_equal")
+    return SHOWN_ELSEWHERE.get(claim.id, SHOWN_IN.get(source, source))
+
+
+def anchors(left: dict[str, dict]) -> dict[str, str]:
+    """Claim -> the element of the page that shows its numbers; claims whose figure is not there are left out."""
+    there = {t["name"]: f"table-{t['name']}" for entry in left.values() for t in entry["tables"]}
+    there |= {f["name"]: f"figure-{f['name']}" for entry in left.values() for f in entry["figures"]}
+    if bench_report() is not None:
+        there["bench"] = "bench"
+    return {c.id: there[shown_in(c)] for c in claims.all_claims() if shown_in(c) in there}
+
+
+def grouped(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict], list[dict]]]:
+    """The claims by notebook, that is by artifact of the paper: the paper's own, and our questions."""
+    found = []
+    for notebook in ARTIFACTS:
+        mine = [row for row in rows if row["notebook"] == notebook]
+        if mine:
+            found.append((notebook, [r for r in mine if not r["question"]], [r for r in mine if r["question"]]))
+    return found
 
 
 def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: profiles.Profile) -> str:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(paths.TEMPLATES), autoescape=True, trim_blocks=True,
                              lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    env.filters["bold"] = bold
     papers = [row for row in data["claims"] if not row["question"]]
+    # The one picture is drawn at the top once its claim is decided: of a few runs it would say nothing.
+    word = next(row["word"] for row in data["claims"] if row["id"] == "best-everywhere")
+    leads = [f for entry in left.values() for f in entry["figures"] if f["name"] == "lead" and word != stats.NOT_RUN]
     return env.get_template("report.html.j2").render(
-        **data, left=left, image=lambda name: picture(folder / name),
-        counts=tally(papers), total=len(papers),
-        deviations=yaml.safe_load((paths.TEMPLATES / "deviations.yaml").read_text(encoding="utf-8")),
+        **data, left=left, image=lambda name: picture(folder / name), width=lambda name: width(folder / name),
+        lead=leads[0] if leads else None, groups=grouped(data["claims"]), anchor=anchors(left), interval=interval,
+        power=power,
+        counts=tally(papers), total=len(papers), undecided=sum(r["word"] == stats.NOT_RUN for r in papers),
+        audit=audit_part(folder), bench=bench_part(folder), deviations=deviations(),
         inconsistencies=published()["inconsistencies"], defaults=settings.settings["defaults"], seeds=settings.seeds,
         device=settings.settings["cost"]["device"], heading=heading, css_class=lambda word: word.replace(" ", "-"),
-        answer=claims.answer, seeds_of=claims.seeds_text)
+        seeds_of=claims.seeds_text, worded=claims.worded, demonstration=data["profile"] in claims.DEMONSTRATIONS)
+
+
+def bold(text: Any) -> Markup:
+    """Escaped, with **text** in bold."""
+    return Markup(re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", str(escape(text))))
+
+
+def interval(c: Mapping[str, Any]) -> str:
+    """The estimate that a claim's word rests on."""
+    if c["estimate"] is None or c["word"] in (stats.NOT_RUN, stats.DEMONSTRATION):
+        return ""
+    digits = 3 if "nats" in c["unit"] else 2
+    ends = "" if None in (c["low"], c["high"]) else f" [{c['low']:.{digits}f}, {c['high']:.{digits}f}]"
+    return f"{c['estimate']:.{digits}f}{ends}{c['unit']}"
+
+
+def power(c: Mapping[str, Any]) -> str:
+    """The smallest difference (or factor, or margin) that a claim's runs see with 80 % power."""
+    if c["power"] is None or c["word"] in (stats.NOT_RUN, stats.DEMONSTRATION):
+        return ""
+    return f"{c['power']:.3f}{c['unit']}" if "nats" in c["unit"] else f"{c['power']:.2f}{c['unit']}" if "points" in \
+        c["unit"] else f"factor {c['power']:.2f}"
+
+
+def audit_part(folder: Path) -> dict[str, Any] | None:
+    """The stored audit and its self-test as tables, the canary's figure drawn into the folder; None without one."""
+    if not paths.AUDIT.exists():
+        return None
+    from dpngd.suite import figures, plots, tables
+
+    stored = json.loads(paths.AUDIT.read_text(encoding="utf-8"))
+    found: dict[str, Any] = {"tables": [saved(folder, *tables.audit(stored))], "canary": None}
+    if paths.SELF_TEST.exists():
+        leaks = json.loads(paths.SELF_TEST.read_text(encoding="utf-8"))
+        found["tables"].append(saved(folder, *tables.self_test(leaks)))
+    if stored.get("canary"):
+        plots.save(figures.canary(stored), folder, "audit_canary")
+        found["canary"] = "audit_canary"
+    return found
+
+
+def bench_part(folder: Path) -> dict[str, Any] | None:
+    """The stored bench as tables: ratios beside their goals and the paper's, and seconds; None without one."""
+    report = bench_report()
+    if report is None:
+        return None
+    from dpngd.suite import tables
+
+    found = [saved(folder, *tables.bench_ratios(report)), saved(folder, *tables.bench_seconds(report))]
+    where = ", ".join(f"{said}{report[k]}" for k, said in (("cpu", ""), ("torch", "torch ")) if report.get(k))
+    return {"tables": [t for t in found if t["rows"]], "where": where, "threads": report.get("threads")}
+
+
+def saved(folder: Path, table: Any, name: str, caption: str, data: Any) -> dict[str, Any]:
+    """A table as the page shows it, with its CSV in the folder."""
+    write_atomically(folder / f"{name}.csv", data.to_csv(index=False))
+    return {"name": name, "caption": caption, "columns": list(table.columns), "csv": f"{name}.csv",
+            "rows": table.astype(str).to_numpy().tolist()}
+
+
+def width(path: Path) -> int:
+    """Pixels below which the letters of a picture are too small on a phone: 80 per inch of the figure."""
+    from dpngd.suite import plots
+
+    return round(80 * struct.unpack(">I", path.read_bytes()[16:20])[0] / plots.DPI)
 
 
 def picture(path: Path) -> str:
@@ -112,36 +290,77 @@ def heading(notebook: str) -> str:
 
 
 def tally(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
-    """How often each verdict was reached."""
-    words = [row["verdict"] for row in rows]
-    return [(word, words.count(word)) for word in stats.VERDICTS]
+    """How often each word was reached; a demonstration has one word."""
+    words = [row["word"] for row in rows]
+    return [(word, words.count(word)) for word in (*stats.WORDS, stats.DEMONSTRATION)
+            if word != stats.DEMONSTRATION or word in words]
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """The claims of a claims.json for the README: their count, and a table with a claim of many parts in one line."""
+    """The claims of a claims.json: their count, and a table with a claim of many parts in one line."""
     said = []
     for whose, asked in (("The paper's {} claims: {}.", False), ("{} questions of ours: {}.", True)):
         part = [c for c in data["claims"] if bool(c["question"]) == asked]
         said.append(whose.format(len(part), ", ".join(f"{n} {word}" for word, n in tally(part) if n)))
-    rows = [" ".join(said), "", "| claim | paper | ours | n | verdict | notebook |",
-            "| --- | --- | --- | --- | --- | --- |"]
+    rows = [" ".join(said), "", "| claim | paper | ours, 95% interval | n | power | word | notebook |",
+            "| --- | --- | --- | --- | --- | --- | --- |"]
     for c in data["claims"]:
         who = " (ours to ask)" if c["question"] else ""
-        cells = (c["sentence"] + who, f"{c['paper'] or '-'} ({c['place']})", c["brief"], claims.seeds_text(c),
-                 f"**{c['verdict']}**", c["notebook"][:2])
+        cells = (c["sentence"] + who, f"{c['paper'] or '-'} ({c['place']})", c["brief"], claims.seeds_text(c), power(c),
+                 f"**{claims.worded(c)}**", c["notebook"][:2])
         rows.append("| " + " | ".join("-" if x in (None, "") else str(x).replace("|", "/") for x in cells) + " |")
     return "\n".join(rows)
 
 
-def put_into_readme(profile: str, table: str, path: Path | None = None) -> None:
-    """Replace the profile's table, which lies between two comments of README.md (or of `path`)."""
-    path = path or paths.ROOT / "README.md"
-    text, marks = path.read_text(encoding="utf-8"), (f"<!-- claims:{profile} -->\n", "\n<!-- /claims -->")
-    before, found, rest = text.partition(marks[0])
-    _, end, after = rest.partition(marks[1])
-    if not found or not end:
-        raise UsageError(f"{path.name} has no place for it: put {marks[0].strip()} and {marks[1].strip()} into it")
-    write_atomically(path, before + marks[0] + table + marks[1] + after)
+DOCS = """# Claims
+
+Written by `dpngd report {profile} --docs` from figures/{profile}/claims.json: do not edit.
+{stamp}
+
+{table}
+
+n: seeds (of counts, runs). Power: the smallest difference that this n sees with 80 % power; for a claim of no change,
+the smallest margin within which it shows none. Fragile: leaving out some one seed changes the word. Intervals cover
+seeds and test images{seeds_only}. Differences are in points of accuracy and ratios have no unit: neither is a number of
+the paper's scale, since network and private set are smaller here.
+
+## What each claim says
+
+{details}
+
+## The rules
+
+{rules}
+
+A part that was not run keeps its claim at "not run". Everything else about the estimates is in the docstring of
+`dpngd/suite/stats.py`.
+"""
+
+
+NO_RUNS = "No runs of this edition yet."
+
+
+def current(profile: str) -> dict[str, Any]:
+    """What figures/<profile>/claims.json holds; every claim as not run where there is none of this edition."""
+    path = paths.FIGURES / profile / "claims.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if found.get("edition") == claims.EDITION:
+        return found
+    return {"profile": profile, "stamp": NO_RUNS,
+            "claims": claim_rows({})}
+
+
+def docs(profile: str) -> str:
+    """docs/claims.md: the table, and for each claim its numbers, its power and what would decide it."""
+    data = current(profile)
+    details = []
+    for c in data["claims"]:
+        said = " ".join(x for x in (c["said"], c["power_said"], c["would_decide"]) if x)
+        details.append(f"- **{c['sentence']}**{' ' + c['question'] if c['question'] else ''} {said}")
+    only = any(c["n"] and not c["images"] and c["unit"] == " points" for c in data["claims"])
+    return DOCS.format(profile=profile, stamp=data["stamp"], table=markdown(data),
+                       details="\n".join(details), rules=rule_table(),
+                       seeds_only=" (seeds only where \"only\" is written)" if only else "")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -151,16 +370,21 @@ def main(args: argparse.Namespace) -> int:
 
         return restore(args.notebooks)
     folder = paths.FIGURES / args.profile
-    if args.markdown or args.readme or args.json:
+    if args.docs:
+        path = paths.ROOT / "docs" / "claims.md"
+        write_atomically(path, docs(args.profile))
+        print(path.relative_to(paths.ROOT))
+    elif args.markdown or args.json:
         path = folder / "claims.json"
         if not path.exists():
             raise UsageError(f"figures/{args.profile}/claims.json is missing: run dpngd run --profile "
                              f"{args.profile}")
         left = json.loads(path.read_text(encoding="utf-8"))
+        if left.get("edition") != claims.EDITION:
+            raise UsageError(f"figures/{args.profile}/claims.json is of another edition: run dpngd run --profile "
+                             f"{args.profile}")
         if args.json:
             print(json.dumps(left["claims"], indent=1, ensure_ascii=False))
-        elif args.readme:
-            put_into_readme(args.profile, markdown(left))
         else:
             print(markdown(left))
     else:

@@ -1,7 +1,9 @@
-"""How each claim is decided from the runs: functions Runs -> Decision, all on the fixed rules of `stats`.
+"""How each claim is decided from the runs: functions Runs -> Decision, all on the estimator and the words of `stats`.
 
-Differences are in points of accuracy, paired by seed. Where a claim is about "the best baseline", that is the one
-with the highest mean in the cell: choosing it after the fact favours the baselines, never DP-NGD.
+Differences are in points of accuracy, paired by seed, with intervals over seeds and test images. A claim that says
+"more accurate than the baselines" is tried against each of them, never against the best of them after the fact. Only a
+trend of the lead needs one rival per setting: there it is the baseline with the highest mean, which favours the
+baselines.
 """
 
 from __future__ import annotations
@@ -11,60 +13,178 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpngd.methods import METHODS, arms
+import numpy as np
+
 from dpngd.suite import stats
-from dpngd.suite.runs import Runs, seconds_per_step
+from dpngd.suite.runs import Runs, Terms, seconds_per_step
+from dpngd.suite.stats import Part
 from dpngd.training.config import RunConfig
 
 NGD = {"method": "dp-ngd"}
+IN_POINTS = " points"
 
 
 # ---- What the rules share: a Decision, and how several comparisons become one ----------------------------------------
 
 @dataclass(frozen=True)
 class Decision:
-    """A verdict, and our side of it in words."""
+    """A word, our side of it in words, and the numbers that it rests on."""
 
-    verdict: stats.Verdict
+    word: str
     ours: str
     n: int  # seeds behind it: the least of any comparison that was run
     brief: str = ""  # `ours` in a line, where it has many parts
+    tally: str = ""  # of several cells, in how many it holds
+    rule: str = ""
+    parts: tuple[Part, ...] = ()
+    verdict: stats.Verdict | None = None
+    unit: str = IN_POINTS
+    power: float = math.nan  # the smallest difference seen with 80 % power; of `unchanged`, the smallest margin
+    power_said: str = ""
+    would: str = ""  # what would decide it
+    holds: bool | None = None  # for facts and counts: whether it was so every time
 
-    @property
-    def word(self) -> str:
-        return self.verdict.verdict
 
-
-Part = tuple[str, stats.Verdict]  # what was compared, and how it came out
 Rule = Callable[[Runs], Decision]
 
-
-def together(parts: Iterable[Part], unit: str = " points", digits: int = 2) -> Decision:
-    """One part is its own verdict; several are a conjunction, told part by part."""
-    parts = list(parts)
-    ran = [v for _, v in parts if v.verdict != stats.NOT_RUN]
-    n = min((v.estimate.n for v in ran if v.estimate), default=0)
-    verdict = parts[0][1] if len(parts) == 1 else stats.every([v for _, v in parts])
-    if not ran:
-        return Decision(verdict, "not run", 0)
-    shown, brief = "; ".join(f"{name} {_said(v, unit, digits)}" for name, v in parts), ""
-    if verdict.cells is not None:
-        shown = f"{verdict.held} of {verdict.cells} reproduced: {shown}"
-        means = [v.estimate.mean for v in ran if v.estimate]
-        if len(parts) > 3 and means:
-            sign = "+" if any(v.estimate and v.estimate.kind.endswith("difference") for v in ran) else ""
-            leaning = sum(v.verdict in (stats.REPRODUCED, stats.DIRECTION) for v in ran)
-            brief = (f"{verdict.held} of {verdict.cells} reproduced, {leaning} at least in direction; "
-                     f"{min(means):{sign}.{digits}f} to {max(means):{sign}.{digits}f}{unit}")
-    return Decision(verdict, shown, n, brief)
+SUPERIOR = ("reproduced: the 95% interval is above {0:g}; refuted: below {0:g}; equivalent: the 90% interval is within "
+            "±{1:g} point")
+ONE_SIDED = "reproduced: the 95% interval is above {0:g}; refuted: below {0:g}"
+HARDLY = ("reproduced: the 90% interval is within ±{0:g} point (two one-sided tests); refuted: a 95% interval is "
+          "outside ±{0:g}")
+AT_LEAST = ("reproduced: the 95% bootstrap interval is at or above the factor; refuted: below it; not testable here: "
+            "the rivals' peak is at the largest budget")
+MOSTLY = "reproduced: the Clopper-Pearson 95% interval of the share of runs is above 1/2; refuted: below 1/2"
+FACT = "reproduced: it holds in every case; refuted: it fails in one"
+SEVERAL = "; of several parts all must be reproduced, and one that is refuted after Holm refutes the claim"
 
 
-def _said(v: stats.Verdict, unit: str, digits: int) -> str:
-    e = v.estimate
-    if e is None:
-        return stats.NOT_RUN
+@dataclass(frozen=True)
+class Compared:
+    """A contrast with its name, the group that it pools its variance with, and the cell that it counts in."""
+
+    name: str
+    contrast: stats.Contrast
+    pool: Any = None
+    cell: str = ""
+
+
+def estimated(tests: Iterable[Compared]) -> list[tuple[Compared, stats.Estimate]]:
+    tests = list(tests)
+    found = stats.estimates([t.contrast for t in tests], [t.pool for t in tests])
+    return list(zip(tests, found, strict=True))
+
+
+def superiority(tests: Iterable[Compared], *, threshold: float = 0.0, margin: float | None = stats.MARGIN,
+                others: Sequence[Part] = (), unit: str = IN_POINTS, digits: int = 2) -> Decision:
+    """Every contrast is above the threshold; `others` are parts that are decided already (not testable here)."""
+    parts = [stats.superior(t.name, e, threshold, margin, t.cell) for t, e in estimated(tests)]
+    corrected = 1 - stats.ALPHA / max(1, len(parts))  # Holm's first step, where the claim is to be refuted
+    rule = ONE_SIDED.format(threshold) if margin is None else SUPERIOR.format(threshold, margin)
+
+    def would(p: Part) -> str:
+        off, low = abs(p.estimate.mean - threshold), p.estimate.mean < threshold
+        what = f"tell {off:.{digits}f}{unit} from none" if threshold == 0 else f"tell it from {threshold:g}{unit}"
+        said = [seeds_said(p, stats.seeds_needed(p.estimate, off, corrected if low else 1 - stats.ALPHA), what)]
+        if margin is not None and off < margin:
+            said.append(seeds_said(p, stats.seeds_needed(p.estimate, margin - off, 0.95), f"show that it is within "
+                                   f"{margin:g}{unit.rstrip('s')}"))
+        return "; ".join(said)
+
+    return decided([*parts, *others], rule, would, unit, digits)
+
+
+def unchanged(tests: Iterable[Compared], margin: float = stats.MARGIN) -> Decision:
+    """Every contrast is within the margin."""
+    parts = [stats.hardly(t.name, e, margin, t.cell) for t, e in estimated(tests)]
+    corrected = 1 - stats.ALPHA / max(1, len(parts))
+
+    def would(p: Part) -> str:
+        off = abs(p.estimate.mean)
+        within, level = ("within", 0.95) if off < margin else ("more than", corrected)
+        return seeds_said(p, stats.seeds_needed(p.estimate, abs(margin - off), level),
+                          f"show that it is {within} {margin:g} point")
+
+    return decided(parts, HARDLY.format(margin), would, power_said="with n = {n} an unchanged accuracy is shown to be "
+                   "within {power} with 80 % power")
+
+
+def counted(parts: Sequence[Part], ours: str, holds: bool | None = None) -> Decision:
+    """Something happens in most runs."""
+    def would(p: Part) -> str:
+        for n in range(p.estimate.n + 1, 1001):
+            if stats.mostly("", round(p.estimate.mean * n), n).word != stats.INCONCLUSIVE:
+                return f"{n} runs with the same share would decide it"
+        return "so even a share is not decided by 1,000 runs"
+
+    return decided(parts, MOSTLY, would, " of the runs", ours=ours, holds=holds)
+
+
+def fact(held: Sequence[bool], ours: str | None, n: int | None = None) -> Decision:
+    """What holds without chance: a guarantee that fails once has failed."""
+    if not held or ours is None:
+        return Decision(stats.NOT_RUN, stats.NOT_RUN, 0, rule=FACT)
+    return Decision(stats.REPRODUCED if all(held) else stats.REFUTED, ours, len(held) if n is None else n, rule=FACT,
+                    holds=all(held), power_said="checked in every case: no chance is involved")
+
+
+def seeds_said(p: Part, n: int | None, what: str) -> str:
+    e = p.estimate
+    if e.n < 2:
+        return "one seed has no interval: at least two are needed"
+    if not e.spread:
+        return "all seeds agree to the last digit, so that there is no interval"
+    if n is None and e.images and 3 * math.sqrt(e.image_part) > abs(e.mean):
+        left = 2 * math.sqrt(e.image_part)
+        return f"more seeds alone would not {what}: the {e.images:,} test images leave ±{left:.2f} points"
+    return f"{f'about {n}' if n else 'more than 1,000'} seeds would {what}"
+
+
+def decided(parts: Sequence[Part], rule: str, would: Callable[[Part], str], unit: str = IN_POINTS, digits: int = 2,
+            ours: str = "", holds: bool | None = None,
+            power_said: str = "with n = {n} a difference of {power} is seen with 80 % power") -> Decision:
+    """The word of a conjunction (or of one part), told part by part; of a cell with several parts, the least shown."""
+    verdict = stats.conjunction(parts)
+    ran = [p for p in parts if p.word not in (stats.NOT_RUN, stats.NOT_TESTABLE)]
+    rule += SEVERAL if len(parts) > 1 else ""
+    if not ran and not any(p.note for p in parts):
+        return Decision(stats.NOT_RUN, stats.NOT_RUN, 0, rule=rule, parts=tuple(parts), verdict=verdict, unit=unit)
+    shown, brief, tally = ours, "", ""
+    if not ours:
+        cells: dict[str, Part] = {}
+        for p in parts:
+            at = p.cell or p.name
+            cells[at] = max(p, cells.get(at, p), key=lambda q: q.up)
+        said = "; ".join(f"{p.name} {part_said(p, unit, digits)}" for p in cells.values())
+        shown = said
+        if len(cells) > 1 and ran:
+            tally = f"all {verdict.cells} hold" if verdict.word == stats.REPRODUCED else \
+                f"{verdict.held} of {verdict.cells} hold after Holm"
+        if len(cells) > 3 and ran:
+            means = [p.estimate.mean for p in ran]
+            sign = "+" if ran[0].estimate.kind == "difference" else ""
+            brief = f"{min(means):{sign}.{digits}f} to {max(means):{sign}.{digits}f}{unit}"
+    powers = [p.power for p in ran if math.isfinite(p.power)]
+    power = max(powers, default=math.nan)
+    n = min((p.estimate.n for p in ran), default=0)
+    ratio = bool(ran) and ran[0].estimate.kind == "ratio"
+    said = power_said.format(n=n, power=f"{power:.{digits}f}{'' if ratio else unit}") if powers else ""
+    if said and len(powers) > 1:
+        said += " (the least sharp of its comparisons)"
+    undecided = would(verdict.weakest) if verdict.word == stats.INCONCLUSIVE and verdict.weakest else ""
+    if undecided and len(parts) > 1:
+        undecided = f"{verdict.weakest.name}: {undecided}"
+    testable = "; ".join(dict.fromkeys(p.would for p in parts if p.would))
+    return Decision(verdict.word, shown, n, brief, tally, rule, tuple(parts), verdict, unit, power, said,
+                    undecided or (testable if verdict.word == stats.NOT_TESTABLE else ""), holds)
+
+
+def part_said(p: Part, unit: str, digits: int) -> str:
+    e = p.estimate
+    if p.word in (stats.NOT_RUN, stats.NOT_TESTABLE):
+        return f"{p.word}{f' ({p.note})' if p.note else ''}"
     interval = f" [{e.low:.{digits}f}, {e.high:.{digits}f}]" if math.isfinite(e.high - e.low) else ""
-    sign = "+" if e.kind.endswith("difference") else ""
+    sign = "+" if e.kind == "difference" else ""
     return f"{e.mean:{sign}.{digits}f}{interval}{unit}"
 
 
@@ -72,15 +192,31 @@ def cell_name(cell: tuple[str, float]) -> str:
     return f"{cell[0]} ε={cell[1]:g}"
 
 
-def above(runs: Runs, a: Mapping, b: Mapping | None) -> stats.Verdict:
-    return stats.greater(stats.NOTHING if b is None else runs.lead(a, b))
+def above(runs: Runs, name: str, a: Mapping | None, b: Mapping | None, pool: Any = None, cell: str = "") -> Compared:
+    """A less B; nothing where one of them is not there."""
+    there = a is not None and b is not None
+    return Compared(name, runs.contrast([(1.0, a), (-1.0, b)]) if there else stats.Contrast({}), pool, cell)
 
 
-def leads(runs: Runs) -> dict[int, float]:
-    """Seed -> DP-NGD's accuracy less that of the best baseline, in runs of one setting."""
-    rival = runs.best({"method": m} for m in runs.baselines())
-    ours, theirs = runs.by_seed(**NGD), runs.by_seed(**rival) if rival else {}
-    return {s: ours[s] - theirs[s] for s in ours.keys() & theirs.keys()}
+def best_baseline(runs: Runs, **at: Any) -> dict[str, Any] | None:
+    """The baseline with the highest mean in one setting."""
+    return runs.best({"method": m, **at} for m in runs.baselines())
+
+
+def lead_terms(runs: Runs, weight: float, **at: Any) -> Terms:
+    """`weight` times DP-NGD's lead over the best baseline of one setting; nothing where no baseline was run."""
+    rival = best_baseline(runs, **at)
+    return [(weight, {**NGD, **at}), (-weight, rival if rival is not None else {"method": "none", **at})]
+
+
+def trend(runs: Runs, name: str, values: Sequence[float], terms: Callable[[float, float], Terms],
+          sign: float = 1.0) -> Compared:
+    """`sign` times the rise of a quantity along its least-squares line over log(values), from the first to the last;
+    `terms(weight, value)` is the quantity at a value, weighted."""
+    if len(values) < 2:
+        return Compared(name, stats.Contrast({}))
+    weights = stats.slope_weights([math.log(v) for v in values])
+    return Compared(name, runs.contrast([t for w, v in zip(weights, values, strict=True) for t in terms(sign * w, v)]))
 
 
 def varying(runs: Runs, axis: str) -> Runs:
@@ -92,98 +228,166 @@ def varying(runs: Runs, axis: str) -> Runs:
 # ---- The paper's claims: accuracy and privacy (Table 2; notebook 01) -------------------------------------------------
 
 def best_in_every_cell(runs: Runs) -> Decision:
-    """DP-NGD above the best baseline of each cell."""
-    parts = []
-    for data, epsilon in runs.cells():
-        here = runs.where(data=data, epsilon=epsilon)
-        parts.append((cell_name((data, epsilon)), above(here, NGD, here.best({"method": m} for m in here.baselines()))))
-    return together(parts)
+    """DP-NGD above each baseline in each cell: the p of a cell is the largest of its baselines'."""
+    return superiority(above(runs.where(data=d, epsilon=e), f"{cell_name((d, e))} over {m}", NGD, {"method": m},
+                             (d, m), cell_name((d, e)))
+                       for d, e in runs.cells() for m in runs.where(data=d, epsilon=e).baselines())
 
 
-def larger_when_stricter(runs: Runs) -> Decision:
-    """Lead at the smallest epsilon less lead at the largest, for every data set."""
-    parts = []
-    for data in runs.values("data"):
-        epsilons = [e for d, e in runs.cells() if d == data]
-        ends = [leads(runs.where(data=data, epsilon=e)) for e in (min(epsilons), max(epsilons))]
-        spread = stats.difference(*ends) if min(epsilons) < max(epsilons) else stats.NOTHING
-        parts.append((f"{data} ε={min(epsilons):g} against {max(epsilons):g}", stats.greater(spread)))
-    return together(parts)
+def larger_when_stricter(gains: Mapping[str, float]) -> Rule:
+    """DP-NGD's lead falls with epsilon: fall of the lead along its line over log epsilon, for every data set.
+
+    Where DP-SGD itself gains less from the largest epsilon than `gains` says (by its 95% interval), privacy costs too
+    little there for the question to have an answer."""
+    def rule(runs: Runs) -> Decision:
+        tests, others = [], []
+        for data in runs.values("data"):
+            here, epsilons = runs.where(data=data), sorted(e for d, e in runs.cells() if d == data)
+            name = f"{data} ε={epsilons[0]:g} to {epsilons[-1]:g}"
+            gain = here.where(method="dp-sgd").lead({"epsilon": epsilons[-1]}, {"epsilon": epsilons[0]})
+            if gain.n >= 2 and gain.high < gains.get(data, -math.inf):
+                others.append(stats.not_testable(name, f"DP-SGD gains {gain.mean:.1f} [{gain.low:.1f}, "
+                                                       f"{gain.high:.1f}] points, the gate asks for {gains[data]:g}",
+                                                 "a setting in which privacy costs more"))
+            else:
+                tests.append(trend(here, name, epsilons, lambda w, e, here=here: lead_terms(here, w, epsilon=e), -1.0))
+        return superiority(tests, others=others)
+    return rule
 
 
 def same_privacy(runs: Runs) -> Decision:
     """One noise multiplier for all methods with as many steps in a cell, and no run spends more than its budget."""
     sigmas: dict[tuple, set[float]] = {}
     for config, record in runs.each():
-        sigmas.setdefault((config.data, config.epsilon, config.B, config.T), set()).add(record["privacy"]["sigma"])
+        setting = (config.data, config.epsilon, config.N, config.B, config.T)
+        sigmas.setdefault(setting, set()).add(record["privacy"]["sigma"])
     # Two machines that calibrate the same budget differ in the eleventh digit: the search ends where it may.
     same = [max(found) <= min(found) * (1 + 1e-9) for found in sigmas.values()]
     within = [record["privacy"]["epsilon_prv"] <= config.epsilon for config, record in runs.each()]
     said = (f"one σ for all methods in {sum(same)} of {len(same)} settings; {sum(within)} of {len(within)} runs spent "
             "at most their budget")
-    held = all(same) and all(within)  # a guarantee that fails once has failed
-    return Decision(stats.outcome([held] * len(within)), said, len(runs.values("seed")))
+    return fact([*same, *within], said, len(runs.values("seed")))
 
 
 # ---- The paper's claims: steps (Figure 2; notebook 02) ---------------------------------------------------------------
 
 def higher_at_every_budget(runs: Runs) -> Decision:
-    parts = []
+    """DP-NGD above each baseline at each step budget."""
+    tests = []
     for cell in runs.cells():
         here = runs.where(data=cell[0], epsilon=cell[1])
-        for T in here.values("T"):
-            rivals = ({"method": m, "T": T} for m in here.baselines())
-            parts.append((f"{cell_name(cell)} T={T}", above(here, {**NGD, "T": T}, here.best(rivals))))
-    return together(parts)
+        tests += [above(here, f"{cell_name(cell)} T={T} over {m}", {**NGD, "T": T}, {"method": m, "T": T},
+                        cell=f"{cell_name(cell)} T={T}")
+                  for T in here.values("T") for m in here.baselines()]
+    return superiority(tests)
 
 
-def steps_to_peak(runs: Runs, rivals: Sequence[str]) -> tuple[dict[int, float], dict[int, float]]:
-    """Seed -> budget of the rivals' best run, and the smallest budget with which DP-NGD matches it.
+@dataclass(frozen=True)
+class Peak:
+    """Where the rivals' mean curves peak, and where DP-NGD's first reaches that accuracy (inf: nowhere)."""
 
-    Where DP-NGD never does, that counts as one step more than the largest budget: a ratio below 1."""
-    theirs, ours = {}, {}
-    budgets = runs.values("T")
-    for seed in runs.values("seed"):
-        here = runs.where(seed=seed)
-        scores = {(m, T): a for m in rivals for T in budgets for a in here.by_seed(method=m, T=T).values()}
-        mine = {T: a for T in budgets for a in here.by_seed(method="dp-ngd", T=T).values()}
-        if scores and mine:
-            peak = max(scores.values())
-            theirs[seed] = min(T for (_, T), a in scores.items() if a == peak)
-            ours[seed] = min((T for T, a in mine.items() if a >= peak), default=max(budgets) + 1)
-    return theirs, ours
+    theirs: float
+    ours: float
+    rival: str
+    edge: bool  # the peak is at the largest budget: it may lie beyond
+
+    @property
+    def ratio(self) -> float:
+        return self.theirs / self.ours
+
+
+class Curves:
+    """Accuracy by method, budget and seed, in one cell; complete, or there is nothing to say."""
+
+    def __init__(self, runs: Runs, rivals: Sequence[str]):
+        self.rivals, self.budgets = list(rivals), runs.values("T")
+        found = [[runs.by_seed(method=m, T=T) for T in self.budgets] for m in (*rivals, "dp-ngd")]
+        complete = rivals and self.budgets
+        self.seeds = sorted(set.intersection(*(set(f) for row in found for f in row))) if complete else []
+        self.table = np.asarray([[[f[s] for s in self.seeds] for f in row] for row in found])  # (methods, T, seeds)
+
+    def peak(self, picked: np.ndarray | None = None) -> Peak:
+        """Of the mean curves over these seeds (all), DP-NGD's made monotone and linear in log T between budgets.
+
+        Where DP-NGD is there at the smallest budget already, that budget counts: its ratio is a lower bound."""
+        means = (self.table if picked is None else self.table[:, :, picked]).mean(-1)
+        theirs, ours, T = means[:-1], np.maximum.accumulate(means[-1]), self.budgets
+        top = theirs.max()
+        at = int(np.argmax((theirs == top).any(0)))
+        rival = self.rivals[int(np.argmax(theirs[:, at]))]
+        j = int(np.argmax(ours >= top))
+        if ours[-1] < top:
+            steps = math.inf
+        elif j == 0:
+            steps = float(T[0])
+        else:
+            share = (top - ours[j - 1]) / (ours[j] - ours[j - 1])
+            steps = math.exp(math.log(T[j - 1]) + share * math.log(T[j] / T[j - 1]))
+        return Peak(float(T[at]), steps, rival, at == len(T) - 1)
+
+
+def peak_ratio(name: str, curves: Curves, factor: float,
+               cost: Callable[[np.ndarray], float] = lambda picked: 1.0) -> Part:
+    """Steps (or with `cost`, by seeds picked, time) to the rivals' peak, theirs over DP-NGD's, at least `factor`."""
+    if not len(curves.seeds):
+        return stats.absent(name)
+    peak, everyone = curves.peak(), np.arange(len(curves.seeds))
+    if peak.edge:
+        return stats.not_testable(name, f"{peak.rival} is best at the largest budget, {peak.theirs:g} steps",
+                                  f"runs of more than {peak.theirs:g} steps, to see where the rivals peak")
+    values = stats.bootstrap(curves.seeds, lambda picked: curves.peak(picked).ratio * cost(picked))
+    e = stats.percentile(peak.ratio * cost(everyone), values, len(curves.seeds))
+    steps = f"{peak.ours:.0f}" if math.isfinite(peak.ours) else "never there"
+    return stats.at_least(f"{name} ({steps} against {peak.theirs:g} steps of {peak.rival})", e, factor, values)
+
+
+def speedups(parts: Sequence[Part], unit: str) -> Decision:
+    def would(p: Part) -> str:
+        e = p.estimate
+        if e.n < 2:
+            return "one seed has no interval: at least two are needed"
+        off = abs(math.log(e.mean / p.target)) if e.mean > 0 else 0.0
+        if not math.isfinite(e.se) or not off:
+            return "more seeds, or budgets closer to each other, would narrow the interval"
+        seeds = math.ceil(e.n * ((stats.t_quantile(math.inf, 1 - stats.ALPHA) + stats.t_quantile(math.inf, stats.POWER))
+                                 * e.se / off) ** 2)
+        return f"about {seeds} seeds would tell {e.mean:.2f} from {p.target:g}"
+
+    return decided(parts, AT_LEAST, would, unit, power_said="with n = {n} a factor of {power} is seen with 80 % power")
 
 
 def fewer_steps(factors: Mapping[str, float]) -> Rule:
-    """Budget of the baselines' peak over the budget with which DP-NGD reaches it."""
+    """Budget of the baselines' peak over the steps with which DP-NGD reaches it, at least the data set's factor."""
     def rule(runs: Runs) -> Decision:
         parts = []
-        for cell in runs.cells():
-            here = runs.where(data=cell[0], epsilon=cell[1])
-            speedup = stats.ratio(*steps_to_peak(here, here.baselines()))
-            parts.append((cell_name(cell), stats.at_least(speedup, factors.get(cell[0], min(factors.values())))))
-        return together(parts, unit=" times fewer")
+        for data, epsilon in runs.cells():
+            here = runs.where(data=data, epsilon=epsilon)
+            parts.append(peak_ratio(cell_name((data, epsilon)), Curves(here, here.baselines()),
+                                    factors.get(data, min(factors.values()))))
+        return speedups(parts, " times fewer")
     return rule
 
 
 # ---- The paper's claims: public images (Figure 3; notebook 03) -------------------------------------------------------
 
 def baselines_need_images(runs: Runs) -> Decision:
-    """Every baseline that uses public images is better with the most of them than with the fewest."""
-    sizes, parts = runs.values("public_size"), []
+    """Every baseline that uses public images rises along its line over log(images)."""
+    tests = []
     for cell in runs.cells():
         here = runs.where(data=cell[0], epsilon=cell[1])
-        parts += [(f"{m} {sizes[-1]} over {sizes[0]} images",
-                   above(here.where(method=m), {"public_size": sizes[-1]}, {"public_size": sizes[0]}))
-                  for m in here.baselines()]
-    return together(parts)
+        for m in here.baselines():
+            mine = here.where(method=m)
+            sizes = mine.values("public_size")
+            tests.append(trend(mine, f"{m} {sizes[0]} to {sizes[-1]} images" if sizes else m, sizes,
+                               lambda w, size: [(w, {"public_size": size})]))
+    return superiority(tests)
 
 
 def ahead_with_most_images(runs: Runs) -> Decision:
     """DP-NGD above every baseline when all have the largest public set."""
-    size = runs.values("public_size")[-1]
-    return together((f"over {m}", above(runs.where(data=c[0], epsilon=c[1], public_size=size), NGD, {"method": m}))
-                    for c in runs.cells() for m in runs.baselines())
+    size = max(runs.values("public_size"), default=None)
+    return superiority(above(runs.where(data=c[0], epsilon=c[1], public_size=size), f"{cell_name(c)} over {m}", NGD,
+                             {"method": m}) for c in runs.cells() for m in runs.baselines())
 
 
 # ---- The paper's claims: ablations (Tables 3 and 4, Figure 4; notebook 04) -------------------------------------------
@@ -191,9 +395,8 @@ def ahead_with_most_images(runs: Runs) -> Decision:
 def chain(*pairs: tuple[str, str]) -> Rule:
     """For each pair of methods and each cell, the first is more accurate than the second."""
     def rule(runs: Runs) -> Decision:
-        return together((f"{cell_name(c)} {a} over {b}",
-                         above(runs.where(data=c[0], epsilon=c[1]), {"method": a}, {"method": b}))
-                        for c in runs.cells() for a, b in pairs)
+        return superiority(above(runs.where(data=d, epsilon=e), f"{cell_name((d, e))} {a} over {b}", {"method": a},
+                                 {"method": b}, (d, a, b)) for d, e in runs.cells() for a, b in pairs)
     return rule
 
 
@@ -201,11 +404,11 @@ def diverges(method: str) -> Rule:
     """Training ends in numbers that are not finite, or with a loss above the one it started from."""
     def rule(runs: Runs) -> Decision:
         records = runs.where(method=method).records
-        verdict = stats.outcome([blown_up(r) for r in records])
-        nan = sum(r["status"] == "diverged" for r in records)
         blown = sum(map(blown_up, records))
-        said = f"{blown} of {len(records)} runs end above their first loss or in NaN ({nan} in NaN)"
-        return Decision(verdict, said if records else stats.NOT_RUN, len(records))
+        nan = sum(r["status"] == "diverged" for r in records)
+        return counted([stats.mostly(method, blown, len(records))],
+                       f"{blown} of {len(records)} runs end above their first loss or in NaN ({nan} in NaN)",
+                       blown == len(records))
     return rule
 
 
@@ -214,225 +417,240 @@ def blown_up(record: Mapping[str, Any]) -> bool:
     return record["status"] == "diverged" or not losses or losses[-1] > losses[0]
 
 
+def unstable(record: Mapping[str, Any]) -> bool:
+    """Diverged, or after the first tenth of the steps once above 1.5 times its first loss: what tuning refuses too."""
+    losses = record["train_loss"]
+    late = [x for x in losses[max(1, len(losses) // 10):] if x is not None]
+    return record["status"] == "diverged" or not late or losses[0] is None or max(late) > 1.5 * losses[0]
+
+
 def lower_loss(a: str, b: str) -> Rule:
-    """Mean training loss after the first quarter of the steps: that of `b` less that of `a`."""
+    """Mean training loss after the first quarter of the steps: that of `b` less that of `a`, by seed. A diverged run
+    has the loss of chance, log(classes)."""
     def late(runs: Runs, method: str) -> dict[int, float]:
         found = {}
         for config, record in runs.where(method=method).each():
             tail = [x for x in record["train_loss"][config.T // 4:] if x is not None]
-            if record["status"] == "ok" and tail:
-                found[config.seed] = sum(tail) / len(tail)
+            lost = record["status"] == "diverged" or not tail
+            found[config.seed] = math.log(record["data"]["private"]["classes"]) if lost else sum(tail) / len(tail)
         return found
 
     def rule(runs: Runs) -> Decision:
-        return together(((cell_name(c), stats.greater(stats.difference(late(here, b), late(here, a))))
-                         for c in runs.cells() if (here := runs.where(data=c[0], epsilon=c[1])) is not None),
-                        unit=" nats", digits=3)
+        return superiority((Compared(cell_name(c), stats.paired(late(here, b), late(here, a)))
+                            for c in runs.cells() if (here := runs.where(data=c[0], epsilon=c[1])) is not None),
+                           margin=None, unit=" nats", digits=3)
     return rule
 
 
 # ---- The paper's claims: robustness (Table 6; notebook 06) -----------------------------------------------------------
 
-def spread(axis: str, bound: float, method: str = "dp-ngd", upto: float = math.inf) -> Rule:
-    """The two values of an axis with the highest and the lowest mean differ by less than `bound`."""
+def hardly_depends(axis: str, default: float | None = None, method: str = "dp-ngd", upto: float = math.inf) -> Rule:
+    """Every value of an axis within 1 point of the default one (the most frequent where none is named)."""
     def rule(runs: Runs) -> Decision:
-        parts = []
+        tests = []
         for cell in runs.cells():
-            here = varying(runs.where(data=cell[0], epsilon=cell[1], method=method), axis)
-            means = {v: here.mean(**{axis: v}).mean for v in here.values(axis) if here.by_seed(**{axis: v})
-                     and v <= upto}
-            if len(means) < 2:
-                parts.append((cell_name(cell), stats.within(stats.NOTHING, bound)))
+            all_ = runs.where(data=cell[0], epsilon=cell[1], method=method)
+            here = varying(all_, axis)
+            if not here.values(axis):
                 continue
-            high, low = max(means, key=means.get), min(means, key=means.get)
-            change = here.lead({axis: high}, {axis: low})
-            parts.append((f"{cell_name(cell)} {axis}={high:g} over {low:g}", stats.within(change, bound)))
-        return together(parts)
+            base = all_.default(axis, method) if default is None else default
+            tests += [above(here, f"{cell_name(cell)} {axis}={v:g} against {base:g}", {axis: v}, {axis: base})
+                      for v in here.values(axis) if v != base and v <= upto]
+        return unchanged(tests)
     return rule
 
 
 def drop(axis: str, start: float, end: float) -> Rule:
     """Accuracy at one value of an axis above that at another."""
     def rule(runs: Runs) -> Decision:
-        return together((cell_name(c), above(varying(runs.where(data=c[0], epsilon=c[1], **NGD), axis),
-                                        {axis: start}, {axis: end})) for c in runs.cells())
+        return superiority(above(varying(runs.where(data=c[0], epsilon=c[1], **NGD), axis),
+                                 f"{cell_name(c)} {axis}={start:g} over {end:g}", {axis: start}, {axis: end})
+                           for c in runs.cells())
     return rule
 
 
 # ---- Our questions, which the paper leaves open ----------------------------------------------------------------------
 
-def rivals() -> list[str]:
-    """What Tables 3 and 4 and our ablations compare DP-NGD with, where it has a rate of its own."""
-    return [m for m in METHODS if METHODS[m].pretrained] + arms("private curvature") + arms("clipping")
-
-
 def over_each(fields: Sequence[str], rival: str) -> Rule:
     """DP-NGD above another method, for every combination of these fields that was asked for."""
     def rule(runs: Runs) -> Decision:
-        parts = []
+        tests = []
         for cell in runs.cells():
             here = runs.where(data=cell[0], epsilon=cell[1])
             for values in dict.fromkeys(tuple(getattr(c, f) for f in fields) for c in here.configs):
                 chosen = dict(zip(fields, values, strict=True))
-                parts.append((", ".join(f"{f}={v}" for f, v in chosen.items()),
-                              above(here.where(**chosen), NGD, {"method": rival})))
-        return together(parts)
-    return rule
-
-
-def with_most_views(rule: Rule) -> Rule:
-    """A rule on the runs on the data set's own network, the first one asked for, with the largest K."""
-    def on_those(runs: Runs) -> Decision:
-        here = runs.where(model=runs.values("model")[0])
-        return rule(here.where(K=here.values("K")[-1]))
-    return on_those
-
-
-def at_a_fraction(factors: Mapping[str, float]) -> Rule:
-    """DP-NGD above the best run of the baselines, with 1/factor of that run's steps or the next budget below."""
-    def rule(runs: Runs) -> Decision:
-        parts = []
-        for cell in runs.cells():
-            here = runs.where(data=cell[0], epsilon=cell[1])
-            theirs = here.best({"method": m, "T": T} for m in here.baselines() for T in here.values("T"))
-            most = math.ceil(theirs["T"] / factors.get(cell[0], min(factors.values()))) if theirs else 0
-            budgets = [budget for budget in here.where(**NGD).values("T") if budget <= most]
-            said = f" ({budgets[-1]} steps against {theirs['T']} of {theirs['method']})" if budgets else ""
-            parts.append((cell_name(cell) + said, above(here, {**NGD, "T": budgets[-1]}, theirs) if budgets else
-                          stats.greater(stats.NOTHING)))
-        return together(parts)
+                name = ", ".join((cell_name(cell), *(f"{f}={v}" for f, v in chosen.items())))
+                tests.append(above(here.where(**chosen), name, NGD, {"method": rival}))
+        return superiority(tests)
     return rule
 
 
 def ahead_at_own_budget(runs: Runs) -> Decision:
-    """DP-NGD at its best step budget above the best baseline at its own: both are chosen by their means."""
-    parts = []
+    """DP-NGD at its best step budget above each baseline at its own: all are chosen by their means."""
+    tests = []
     for cell in runs.cells():
         here = runs.where(data=cell[0], epsilon=cell[1])
-        budgets = here.values("T")
-        ours = here.best({**NGD, "T": T} for T in budgets)
-        theirs = here.best({"method": m, "T": T} for m in here.baselines() for T in budgets)
-        said = f" ({ours['T']} steps against {theirs['T']} of {theirs['method']})" if ours and theirs else ""
-        parts.append((cell_name(cell) + said, above(here, ours or NGD, theirs)))
-    return together(parts)
+        own = {m: here.best({"method": m, "T": T} for T in here.values("T")) for m in (*here.baselines(), "dp-ngd")}
+        ours = own.pop("dp-ngd")
+        for m, theirs in own.items():
+            said = f" ({ours['T']} steps against {theirs['T']})" if ours and theirs else ""
+            tests.append(above(here, f"{cell_name(cell)} over {m}{said}", ours, theirs, cell=cell_name(cell)))
+    return superiority(tests)
 
 
 def lead_fades(runs: Runs) -> Decision:
-    """Lead over the best baseline at the second smallest step budget less that at the largest."""
-    parts = []
+    """DP-NGD's lead falls with the step budget: fall of the lead along its line over log T."""
+    tests = []
     for cell in runs.cells():
         here = runs.where(data=cell[0], epsilon=cell[1])
         budgets = here.values("T")
-        early, late = budgets[min(1, len(budgets) - 1)], budgets[-1]
-        fading = stats.difference(leads(here.where(T=early)), leads(here.where(T=late))) if early < late else \
-            stats.NOTHING
-        parts.append((f"{cell_name(cell)} T={early} against {late}", stats.greater(fading)))
-    return together(parts)
+        tests.append(trend(here, f"{cell_name(cell)} T={budgets[0]} to {budgets[-1]}", budgets,
+                           lambda w, T, here=here: lead_terms(here, w, T=T), -1.0))
+    return superiority(tests)
 
 
 def more_images_pay(runs: Runs) -> Decision:
     """A pre-trained method with the most public images above itself with the fewest, each with its best `pt_steps`."""
-    sizes, parts = runs.values("public_size"), []
-    for cell in runs.cells():
+    sizes, tests = runs.values("public_size"), []
+    for cell in runs.cells() if sizes else ():
         here = runs.where(data=cell[0], epsilon=cell[1])
         few, many = (here.best({"public_size": n, "pt_steps": t} for t in here.where(public_size=n).values("pt_steps"))
                      for n in (sizes[0], sizes[-1]))
         said = f" {sizes[-1]} images, {many['pt_steps']} steps, over {sizes[0]}, {few['pt_steps']}" if few and many \
             else ""
-        parts.append((cell_name(cell) + said, above(here, many or {}, few)))
-    return together(parts)
+        tests.append(above(here, cell_name(cell) + said, many, few))
+    return superiority(tests)
 
 
-def over(field: str, rival: str) -> Rule:
+def over(axis: str, rival: str) -> Rule:
     """DP-NGD above another method, for every value of a field (which the rival may not have)."""
     def rule(runs: Runs) -> Decision:
-        return together((str(v), above(runs, {**NGD, field: v}, {"method": rival})) for v in runs.values(field))
+        return superiority(above(runs.where(data=c[0], epsilon=c[1]), f"{cell_name(c)} {v}", {**NGD, axis: v},
+                                 {"method": rival}) for c in runs.cells() for v in runs.where(**NGD).values(axis))
     return rule
 
 
 def below_when_released(rival: str) -> Rule:
     """The rival above each of the other methods at their smallest T_cur, where they release curvature most often."""
     def rule(runs: Runs) -> Decision:
-        parts = []
+        tests = []
         for cell in runs.cells():
             here = runs.where(data=cell[0], epsilon=cell[1])
-            parts += [(f"{cell_name(cell)} {rival} over {m}", above(here, {"method": rival}, {
-                "method": m, "T_cur": here.where(method=m).values("T_cur")[0]}))
-                for m in here.methods() if m != rival]
-        return together(parts)
-    return rule
-
-
-def at_half_rate(here: Runs) -> dict[str, Any]:
-    """DP-NGD at the smallest rate that was run in a cell: half of what the search chose (`rates` in params)."""
-    return {**NGD, "eta": here.where(**NGD).values("eta")[0]}
-
-
-def ahead_at_half_rate(rival: str) -> Rule:
-    """DP-NGD at half its rate above the rival at the best of the rates that were run for it (it may be one)."""
-    def rule(runs: Runs) -> Decision:
-        parts = []
-        for cell in runs.cells():
-            here = runs.where(data=cell[0], epsilon=cell[1])
-            best = here.best({"method": rival, "eta": eta} for eta in here.where(method=rival).values("eta"))
-            parts.append((cell_name(cell), above(here, at_half_rate(here), best)))
-        return together(parts)
-    return rule
-
-
-def half_rate_over(rivals: Sequence[str]) -> Rule:
-    """DP-NGD at half its rate above each of these methods at the rate tuned for it, in the cells that they share."""
-    def rule(runs: Runs) -> Decision:
-        parts = []
-        for cell in runs.cells():
-            here = runs.where(data=cell[0], epsilon=cell[1])
-            parts += [(f"{cell_name(cell)} over {m}", above(here, at_half_rate(here), {"method": m}))
-                      for m in rivals if m in here.methods()]
-        return together(parts)
+            most = {m: min(here.where(method=m).values("T_cur"), default=None) for m in here.methods() if m != rival}
+            tests += [above(here, f"{cell_name(cell)} {rival} over {m}", {"method": rival}, {"method": m, "T_cur": T})
+                      for m, T in most.items()]
+        return superiority(tests)
     return rule
 
 
 def mostly_clamped(runs: Runs) -> Decision:
-    """More than half of the eigenvalues lie on DP-NGD's floor, at every look of every run."""
+    """More than half of the eigenvalues lie on DP-NGD's floor, at every look of a run, in most runs."""
     shares = [[a["clamped_share"] for a in r["diagnostics"]["along"] if a.get("clamped_share") is not None]
               for r in runs.where(**NGD).records]
     shares = [s for s in shares if s]
     if not shares:
-        return Decision(stats.outcome([]), stats.NOT_RUN, 0)
+        return decided([stats.absent("dp-ngd")], MOSTLY, lambda p: "")
+    yes = sum(min(s) > 0.5 for s in shares)
     start, least, end = (100 * sum(f(s) for s in shares) / len(shares) for f in (lambda s: s[0], min, lambda s: s[-1]))
-    return Decision(stats.outcome([min(s) > 0.5 for s in shares]),
-                    f"{start:.1f}% of the eigenvalues at the first look, {least:.1f}% at the fewest, {end:.1f}% at the "
-                    f"last (means of {len(shares)} runs)", len(shares))
+    return counted([stats.mostly("dp-ngd", yes, len(shares))],
+                   f"in {yes} of {len(shares)} runs; {start:.1f}% of the eigenvalues at the first look, {least:.1f}% "
+                   f"at the fewest, {end:.1f}% at the last (means)", yes == len(shares))
 
 
-def alike(methods: Sequence[str], bound: float) -> Rule:
-    """DP-NGD and those of the arms that were asked for differ by less than `bound` points."""
+def alike(methods: Sequence[str]) -> Rule:
+    """DP-NGD and those of the arms that were asked for are within 1 point of each other."""
     def rule(runs: Runs) -> Decision:
-        return together((f"{cell_name(c)} {m}", stats.within(
-            runs.where(data=c[0], epsilon=c[1]).lead({"method": m}, NGD), bound))
-            for c in runs.cells() for m in methods if m in runs.methods())
+        return unchanged(above(runs.where(data=d, epsilon=e), f"{cell_name((d, e))} {m}", {"method": m}, NGD, (d, m))
+                      for d, e in runs.cells() for m in methods if m in runs.methods())
     return rule
 
 
-def best_trial_ahead(rival: str) -> Rule:
-    """Accuracy of DP-NGD's best trial less that of the rival's, on the validation part: one difference per data set.
+def over_budgets(runs: Runs, method: str, rival: str, data: str) -> Terms:
+    """The mean over a data set's epsilons of one method less another."""
+    epsilons = runs.where(data=data).values("epsilon")
+    return [(sign / len(epsilons), {"method": m, "data": data, "epsilon": e}) for e in epsilons
+            for sign, m in ((1.0, method), (-1.0, rival))]
 
-    Trials are those of round one. Data sets on which one of the two grids is not complete are left out: its best is not
-    known."""
+
+def untuned_ahead(method: str) -> Rule:
+    """A method that is not tuned above each tuned baseline, in the mean over the epsilons of each data set."""
     def rule(runs: Runs) -> Decision:
-        runs = round_one(runs)
-        best, trials = {}, set()
-        for data, epsilon in runs.cells():
-            ours, theirs = (runs.where(data=data, epsilon=epsilon, method=m) for m in ("dp-ngd", rival))
-            if not ours.missing and not theirs.missing and ours.accuracies() and theirs.accuracies():
-                best[cell_name((data, epsilon))] = max(ours.accuracies()) - max(theirs.accuracies())
-                trials |= {len(ours), len(theirs)}
-        verdict = stats.greater(stats.mean(list(best.values()), "difference over data sets"))
-        if not best:
-            return Decision(verdict, stats.NOT_RUN, 0)
-        said = "; ".join(f"{cell} {lead:+.2f} points" for cell, lead in best.items())
-        return Decision(verdict, f"{said} (best of {' or '.join(map(str, sorted(trials)))} trials)", len(best))
+        return superiority(Compared(f"{d} over {m}", runs.contrast(over_budgets(runs, method, m, d)), cell=d)
+                           for d in runs.values("data") for m in runs.baselines())
     return rule
+
+
+def untuned_level(method: str, loss: float = stats.MARGIN) -> Rule:
+    """A method that is not tuned less than `loss` points below tuned DP-NGD, in the mean over the epsilons of each data
+    set (non-inferiority)."""
+    def rule(runs: Runs) -> Decision:
+        return superiority((Compared(d, runs.contrast(over_budgets(runs, method, "dp-ngd", d)))
+                            for d in runs.values("data")), threshold=-loss, margin=None)
+    return rule
+
+
+def subset_matters(rival: str) -> Rule:
+    """DP-NGD's lead over the rival on the whole private set within 1 point of that on the subset, where both ran."""
+    def rule(runs: Runs) -> Decision:
+        tests = []
+        for cell in runs.cells():
+            here = runs.where(data=cell[0], epsilon=cell[1])
+            sizes = sorted({c.N for c in here.configs}, key=lambda N: math.inf if N is None else N)
+            if len(sizes) == 2:
+                few, all_ = sizes
+                tests.append(Compared(f"{cell_name(cell)} N={all_ or 'all'} against {few}", here.contrast([
+                    (sign * side, {"method": m, "N": N}) for sign, N in ((1.0, all_), (-1.0, few))
+                    for side, m in ((1.0, "dp-ngd"), (-1.0, rival))])))
+        return unchanged(tests)
+    return rule
+
+
+def broken_bounds(runs: Runs) -> dict[float, tuple[dict, dict]]:
+    """Factor by which eta C / sqrt(lambda_safe) exceeds what the safety equation allows -> the runs that break it, and
+    those with the same rate and the floor that the equation asks for. Factor 1 is where both are one run."""
+    ours = runs.where(**NGD)
+    if not ours.configs:
+        return {}
+
+    def strength(c: RunConfig) -> float:
+        return c.eta * c.C / math.sqrt(c.lambda_safe)
+
+    least = min(map(strength, ours.configs))
+    at = {(round(strength(c) / least, 2), float(f"{c.eta:.4g}")): {**NGD, "eta": c.eta, "lambda_safe": c.lambda_safe}
+          for c in ours.configs}
+    base = min(eta for factor, eta in at if factor == 1)
+    return {factor: (fields, at[1.0, eta]) for (factor, eta), fields in sorted(at.items(), key=lambda item: item[0])
+            if (1.0, eta) in at and (factor > 1 or eta == base)}
+
+
+def breaking_costs(runs: Runs) -> Decision:
+    """Accuracy with the equation kept less that with it broken, at the same rate: its rise over log(factor)."""
+    tests = []
+    for cell in runs.cells():
+        here = runs.where(data=cell[0], epsilon=cell[1])
+        rows = broken_bounds(here)
+        name = cell_name(cell) + (f" factor {min(rows):g} to {max(rows):g}" if rows else "")
+        tests.append(trend(here, name, list(rows), lambda w, f, rows=rows: [(w, rows[f][1]), (-w, rows[f][0])]))
+    return superiority(tests)
+
+
+def breaking_destabilises(runs: Runs) -> Decision:
+    """At the largest factor most runs are unstable. The runs that keep the equation are told beside it."""
+    parts, said, always = [], [], []
+    for cell in runs.cells():
+        here = runs.where(data=cell[0], epsilon=cell[1])
+        rows = broken_bounds(here)
+        if len(rows) < 2:
+            parts.append(stats.absent(cell_name(cell)))
+            continue
+        for f, (broken, kept) in rows.items():
+            hit, safe = ([unstable(r) for r in here.where(**fields).records] for fields in (broken, kept))
+            if f > 1:
+                said.append(f"{cell_name(cell)} factor {f:g}: {sum(hit)} of {len(hit)} runs unstable, with the "
+                            f"equation kept {sum(safe)} of {len(safe)}")
+        parts.append(stats.mostly(cell_name(cell), sum(hit), len(hit)))
+        always.append(all(hit))
+    return counted(parts, "; ".join(said) or stats.NOT_RUN, all(always))
 
 
 def round_one(runs: Runs) -> Runs:
@@ -442,8 +660,8 @@ def round_one(runs: Runs) -> Runs:
 
 def rarest_curvature_costs(runs: Runs) -> Decision:
     """Accuracy with the default T_cur above that with the largest one."""
-    rarest = runs.values("T_cur")[-1]
-    return drop("T_cur", runs.default("T_cur"), rarest)(runs)
+    here = runs.where(**NGD)
+    return drop("T_cur", here.default("T_cur"), max(here.values("T_cur")))(here) if here.configs else superiority([])
 
 
 # ---- Time (Table 5; notebook 05) -------------------------------------------------------------------------------------
@@ -464,17 +682,31 @@ def machine(where: Mapping[str, Any]) -> tuple:
     return tuple(where.get(n) for n in ("device", "cpu", "rounding", "cores"))
 
 
+def timed(ratios: Iterable[tuple[str, Mapping[int, float], Mapping[int, float], float]]) -> Decision:
+    """Ratios of seconds, paired by seed or round, each above a bound: t intervals of their logarithms."""
+    parts = []
+    for name, a, b, bound in ratios:
+        e = stats.log_ratio(a, b).estimate()
+        p = stats.superior(name, e, math.log(bound), margin=None)
+        parts.append(Part(name, stats.as_ratio(e), p.word, p.up, p.down, power=math.exp(p.power)))
+    rule = "reproduced: the 95% interval of the ratio is above the paper's; refuted: below it"
+    return decided(parts, rule, lambda p: "more rounds on a quiet machine would narrow the interval",
+                   " of a DP-NGD step", power_said="with n = {n} a factor of {power} is seen with 80 % power")
+
+
+def costs(runs: Runs) -> dict[str, dict[int, float]]:
+    return {m: _by_seed(side_by_side(runs).where(method=m), seconds_per_step) for m in ("dp-sgd-pt", "dp-ngd")}
+
+
 def step_cost(limits: Mapping[str, float]) -> Rule:
     """Seconds per step, DP-SGD-PT's over DP-NGD's, above the paper's."""
     def rule(runs: Runs) -> Decision:
-        parts = []
-        for cell in runs.cells():
-            here = runs.where(data=cell[0], epsilon=cell[1])
-            cost = {m: _by_seed(side_by_side(here).where(method=m), seconds_per_step) for m in ("dp-sgd-pt", "dp-ngd")}
-            bound = limits.get(cell[0], max(limits.values()))
-            parts.append((f"{cell_name(cell)} a DP-SGD-PT step takes",
-                          stats.greater(stats.ratio(cost["dp-sgd-pt"], cost["dp-ngd"]), 1 / bound)))
-        return together(parts, unit=" of a DP-NGD step")
+        rows = []
+        for data, epsilon in runs.cells():
+            cost = costs(runs.where(data=data, epsilon=epsilon))
+            rows.append((f"{cell_name((data, epsilon))} a DP-SGD-PT step takes", cost["dp-sgd-pt"], cost["dp-ngd"],
+                         1 / limits.get(data, max(limits.values()))))
+        return timed(rows)
     return rule
 
 
@@ -482,27 +714,28 @@ def benched(limit: float) -> Callable[[Mapping[str, Any]], Decision]:
     """The same in a report of `dpngd bench`, whose contenders take turns: DP-SGD's step (that of DP-SGD-PT, which only
     starts elsewhere) over DP-NGD's with its share of a curvature refresh, round by round."""
     def rule(report: Mapping[str, Any]) -> Decision:
-        parts = []
-        for network, result in report["models"].items():
-            rounds = [dict(enumerate(result["contenders"].get(m, {}).get("seconds", []))) for m in ("dp-sgd", "dp-ngd")]
-            parts.append((f"{network} a DP-SGD step takes", stats.greater(stats.ratio(*rounds), 1 / limit)))
-        return together(parts, unit=" of a DP-NGD step")
+        def rounds(result: Mapping[str, Any], name: str) -> dict[int, float]:
+            return dict(enumerate(result["contenders"].get(name, {}).get("seconds", [])))
+
+        return timed((f"{network} a DP-SGD step takes", rounds(result, "dp-sgd"), rounds(result, "dp-ngd"), 1 / limit)
+                     for network, result in report["models"].items())
     return rule
 
 
 def total_time(factors: Mapping[str, float]) -> Rule:
-    """Time of DP-SGD-PT to its peak over time of DP-NGD to the same accuracy, above the paper's."""
+    """Time of DP-SGD-PT to its peak over time of DP-NGD to the same accuracy, at least the paper's."""
     def rule(runs: Runs) -> Decision:
         parts = []
-        for cell in runs.cells():
-            here = runs.where(data=cell[0], epsilon=cell[1])
-            steps = steps_to_peak(here, ["dp-sgd-pt"])
-            hours = [{s: T * cost[s] for s, T in budget.items() if s in cost} for budget, cost in
-                     zip(steps, (_by_seed(side_by_side(here).where(method=m), seconds_per_step)
-                                 for m in ("dp-sgd-pt", "dp-ngd")), strict=True)]
-            bound = factors.get(cell[0], min(factors.values()))
-            parts.append((cell_name(cell), stats.greater(stats.ratio(*hours), bound)))
-        return together(parts, unit=" times as fast")
+        for data, epsilon in runs.cells():
+            here = runs.where(data=data, epsilon=epsilon)
+            curves, cost = Curves(here, ["dp-sgd-pt"]), costs(here)
+            if not all(s in cost[m] for s in curves.seeds for m in cost):
+                parts.append(stats.absent(cell_name((data, epsilon))))
+                continue
+            table = np.asarray([[cost[m][s] for s in curves.seeds] for m in ("dp-sgd-pt", "dp-ngd")])
+            parts.append(peak_ratio(cell_name((data, epsilon)), curves, factors.get(data, min(factors.values())),
+                                    lambda picked, table=table: float(np.divide(*table[:, picked].mean(1)))))
+        return speedups(parts, " times as fast")
     return rule
 
 
@@ -549,28 +782,24 @@ class Theory:
         worst = max(self.means, key=lambda c: abs(c.mean - 1), default=None)
         said = worst and (f"squared error of the mean over its expectation: {worst.mean:.4f} (1 ± "
                           f"{SIGMAS * math.sqrt(2 / worst.terms):.4f}, {worst.terms:,} parameters)")
-        return _decided([c.holds for c in self.means], said)
+        return fact([c.holds for c in self.means], said)
 
     def covariance(self) -> Decision:
         chis = [c for c, _, _ in self.spectrum]
         worst = max(chis, key=lambda c: abs(c.mean - 1) / math.sqrt(2 / c.terms), default=None)
         said = worst and (f"measured over predicted variance {min(c.mean for c in chis):.3f} to "
                           f"{max(c.mean for c in chis):.3f} in {len(chis)} bins of the spectrum")
-        return _decided([c.holds for c in chis], said)
+        return fact([c.holds for c in chis], said)
 
     def duality(self) -> Decision:
         inside = [row["quadratic"] <= row["bound"] * (1 + 1e-4) for row in self.kl]
         realised = sum(row["realised"] <= row["bound"] for row in self.kl)
-        return _decided(
+        return fact(
             inside, f"½ΔθᵀFΔθ within the radius for {sum(inside)} of {len(inside)} samples; the network's "
                     f"own KL for {realised}")
 
     def safety(self) -> Decision:
         safe = [row for row in self.steps if row["safe"]]
         worst = max((row["squared"] / row["bound"] for row in safe), default=math.nan)
-        return _decided([row["squared"] <= row["bound"] * (1 + row["slack"]) for row in safe],
-                        f"squared step at most {worst:.2f} of the bound")
-
-
-def _decided(held: list[bool], said: str | None) -> Decision:
-    return Decision(stats.outcome(held), said if held and said else stats.NOT_RUN, len(held))
+        return fact([row["squared"] <= row["bound"] * (1 + row["slack"]) for row in safe],
+                    f"squared step at most {worst:.2f} of the bound")

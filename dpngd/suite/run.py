@@ -19,15 +19,20 @@ from typing import Any
 
 import yaml
 
+from dpngd import progress
 from dpngd.errors import UsageError, unknown
 from dpngd.methods import spends_of
-from dpngd.suite import paths, profiles, report, sweep
+from dpngd.suite import cost, paths, profiles, report, sweep
 from dpngd.suite.execute import Execution, execute
+from dpngd.suite.executors import Executor
+from dpngd.suite.params import SEARCHES
 from dpngd.suite.profiles import Profile
 from dpngd.suite.store import Store
 from dpngd.suite.study import ARTIFACTS, CHOICES, PARAMETERS, configs
-from dpngd.training.config import RunConfig
+from dpngd.training.config import RECORD_VERSION, RunConfig, key_of
 
+LONG_PLAN = 3600.0  # seconds of one core: a longer plan is trained artifact by artifact
+NOTEBOOK_SECONDS = 15.0  # that a notebook takes to draw, its runs being stored
 Wanted = dict[str, dict[str, list[RunConfig]]]
 """Notebook -> artifact -> its runs."""
 
@@ -73,22 +78,29 @@ def main(args: argparse.Namespace) -> int:
     """Do what the options of `command.run` say; the exit code is 1 where a run or a notebook failed."""
     args = check(args)
     wanted = {name: configs(name, args.profile, **args.params) for name in args.only}
+    if not (args.refresh or args.export):
+        check_version(Store(args.profile.name))
     if args.list:
         if args.shard:
             mine = {c.key() for c in sweep.shard(runs_of(wanted), args.shard)}
             wanted = {name: {artifact: [c for c in group if c.key() in mine] for artifact, group in groups.items()}
                       for name, groups in wanted.items()}
         print(listing(args.profile, wanted, Store(args.profile.name)))
+        if args.profile.settings["resources"]["gpus"]:
+            print("\n".join(cost.cost_table(args.profile, wanted, args.workers)))
         return 0
     if args.export:
         print(export(args.profile, Store(args.profile.name)))
         return 0
     started = time.perf_counter()
+    train = args.train or args.refresh or args.shard or not Store(args.profile.name).shipped_path.exists()
+    if train:
+        check_tuned(args.profile, runs_of(wanted))
     store = prepare_store(args)
     if args.shard:
         return train_shard(wanted, store, args)
-    train = args.train or args.refresh or not store.shipped_path.exists()
-    failures = train_missing(runs_of(wanted), store, args.jobs, args.profile) if train else []
+    progress.say(first_line(wanted, store, args, train))
+    failures = train_missing(runs_of(wanted), store, args.jobs, args.profile, args.executor) if train else []
     outcomes = run_notebooks(args)
     failures += [f"{o.notebook}: {o.error}" for o in outcomes if o.error]
     try:
@@ -98,10 +110,42 @@ def main(args: argparse.Namespace) -> int:
         page = None
     print(notebook_table(outcomes, args.output))
     print(f"\n{len(outcomes)} notebooks in {(time.perf_counter() - started) / 60:.1f} minutes"
-          + (f"; report: {relative(page)}" if page else ""))
+          + (f"; open {relative(page)}" if page else ""))
     for failure in failures:
         print(f"FAILED {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def check_version(store: Store) -> None:
+    """An error where shipped records are of another version: their numbers mean something else than those of today."""
+    old = [key for key, record in store.shipped.items() if key_of(record["config"]) != key]
+    if old:
+        raise UsageError(f"results/{store.shipped_path.name}: {len(old)} of {len(store.shipped)} records are not of "
+                         f"record version {RECORD_VERSION} (the first is {old[0]}): remove the file, or train again "
+                         "with --refresh and ship with --export")
+
+
+def first_line(wanted: Wanted, store: Store, args: argparse.Namespace, train: bool) -> str:
+    """What will happen, and for about how long: the first line of the command."""
+    runs = runs_of(wanted)
+    missing = [c for c in runs if store.get(c) is None] if train else []
+    first = progress.outlook(len(runs), map(args.profile.seconds, missing), args.jobs)
+    then = "" if args.shard else f"{len(wanted)} notebooks into {relative(args.output)}/, about " + progress.span(
+        NOTEBOOK_SECONDS * len(wanted) / min(args.jobs, 4, len(wanted)))
+    return f"profile {args.profile.name}: " + "; then ".join(filter(None, (first, then)))
+
+
+def not_searched(profile: Profile, runs: Iterable[RunConfig]) -> list[str]:
+    """The data sets of these runs on which the profile has a search that has not been finished."""
+    searched = {d for s in SEARCHES if profile.settings[s]["grid"] for d in profile.settings[s]["cells"]}
+    return sorted({c.data for c in runs} & searched - set(profile.settings["tuned"].get("eta_sgd", {})))
+
+
+def check_tuned(profile: Profile, runs: Iterable[RunConfig]) -> None:
+    """An error before runs are trained at rates that nobody chose."""
+    if missing := not_searched(profile, runs):
+        raise UsageError(f"{profile.name} is not tuned yet on {', '.join(missing)}: run `dpngd tune {profile.name}` "
+                         "before its results are trained")
 
 
 def export(profile: profiles.Profile, store: Store) -> str:
@@ -125,7 +169,8 @@ def prepare_store(args: argparse.Namespace) -> Store:
 def train_shard(wanted: Wanted, store: Store, args: argparse.Namespace) -> int:
     """Train one part of the plan, and no more: the notebooks need all of it."""
     mine = sweep.shard(runs_of(wanted), args.shard)
-    failures = train_missing(mine, store, args.jobs, args.profile)
+    progress.say(first_line({"shard": {args.shard: mine}}, store, args, True))
+    failures = train_missing(mine, store, args.jobs, args.profile, args.executor)
     done = sum(store.get(c) is not None for c in mine)
     print(f"shard {args.shard}: {done} of its {len(mine)} runs are stored; when all shards have ended, run the same "
           "command without --shard for the notebooks")
@@ -134,22 +179,43 @@ def train_shard(wanted: Wanted, store: Store, args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def train_missing(runs: Iterable[RunConfig], store: Store, jobs: int, profile: Profile) -> list[str]:
-    """Train what the notebooks will ask for; the failures, in words."""
-    try:
-        sweep.ensure(runs, store=store, jobs=jobs, seconds=profile.seconds)
-    except sweep.SweepError as error:
-        return str(error).splitlines()
-    return []
+def train_missing(runs: Iterable[RunConfig], store: Store, jobs: int, profile: Profile,
+                  executor: Executor | None = None) -> list[str]:
+    """Train what the notebooks will ask for; the failures, in words.
+
+    A plan of hours is trained artifact by artifact, in the profile's order, so that one that is ended early leaves
+    whole tables and not a part of each.
+    """
+    failures, where = [], {} if executor is None else {"executor": executor}
+    for group in in_order(list(runs), profile):
+        try:
+            sweep.ensure(group, store=store, jobs=jobs, seconds=profile.seconds, **where)
+        except sweep.SweepError as error:
+            failures += str(error).splitlines()
+    return failures
+
+
+def in_order(runs: list[RunConfig], profile: Profile) -> list[list[RunConfig]]:
+    """The runs in the parts in which they are trained."""
+    if sum(map(profile.seconds, runs)) < LONG_PLAN:
+        return [runs]
+    left = {c.key(): c for c in runs}
+    parts = [[left.pop(key) for c in profile.configs(name) if (key := c.key()) in left] for name in profile.artifacts]
+    return [part for part in (*parts, list(left.values())) if part]
 
 
 def run_notebooks(args: argparse.Namespace) -> list[Execution]:
     """Each in its own process, `jobs` at a time. They train nothing: what the sweep left missing failed, or is not to
     be trained."""
     parameters = {"profile": args.profile.name, "train": False, "jobs": 1, **args.params}
-    with ThreadPoolExecutor(min(args.jobs, 4)) as pool:
-        return list(pool.map(lambda name: execute(name, parameters, args.output, timeout=args.timeout, html=args.html),
-                             args.only))
+    with (ThreadPoolExecutor(min(args.jobs, 4)) as pool,
+          progress.bar(len(args.only), "notebooks", unit="notebook") as bar):
+        def one(name: str) -> Execution:
+            outcome = execute(name, parameters, args.output, timeout=args.timeout, html=args.html)
+            bar.update()
+            return outcome
+
+        return list(pool.map(one, args.only))
 
 
 def notebook_table(outcomes: list[Execution], folder: Path) -> str:
@@ -159,8 +225,9 @@ def notebook_table(outcomes: list[Execution], folder: Path) -> str:
         entry = {}
         if not o.error:
             entry = json.loads((folder / f"{o.notebook}.json").read_text(encoding="utf-8"))
-        words = [c["verdict"] for c in entry.get("claims", [])]
-        said = ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words)) or f"failed: {o.error}"
+        words = [c["word"] for c in entry.get("claims", [])]
+        said = ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words)) or "no claim of the paper's"
+        said = f"failed: {o.error}" if o.error else said
         runs = entry.get("compute", {}).get("runs", "-")
         lines.append(f"{o.notebook:32}{o.seconds:9.1f}{o.peak_mb:9.0f}{runs!s:>6}  {said}")
     return "\n".join(lines)
@@ -173,22 +240,30 @@ def relative(path: Path) -> str:
 # ---- `--list`: what a profile would run, before anything is trained --------------------------------------------------
 
 def listing(profile: Profile, wanted: Wanted, store: Store) -> str:
-    """Runs by notebook; then every kind of run with its noise, steps and expected hours."""
+    """Runs by artifact, in the order of a sweep; then every kind of run with its noise, steps and expected hours."""
     runs = {c.key(): c for c in runs_of(wanted)}
     done = {key for key, c in runs.items() if store.get(c) is not None}
     lines = [f"profile {profile.name}: {profile.about}", "",
-             f"{'notebook':32}{'artifact':22}{'runs':>6}{'stored':>8}{'hours':>10}"]
-    counted: set[str] = set()
+             f"{'artifact':28}{'notebook':32}{'planned':>8}{'done':>7}{'core-hours':>12}{'left':>8}"]
+    places: dict[str, list[str]] = {}
     for notebook, groups in wanted.items():
-        for artifact, group in groups.items():
-            keys = {c.key() for c in group}
-            new = keys - counted
-            counted |= keys
-            hours = sum(profile.seconds(runs[k]) for k in new) / 3600
-            shared = f"  ({len(keys) - len(new)} shared with rows above)" if len(new) < len(keys) else ""
-            lines.append(f"{notebook:32}{artifact:22}{len(keys):6}{len(keys & done):8}{spell(hours):>10}{shared}")
-        if not groups:
-            lines.append(f"{notebook:32}{'(no training)':22}{0:6}{0:8}{0:10.2f}")
+        for artifact in groups:
+            places.setdefault(artifact, []).append(notebook)
+    counted: set[str] = set()
+    for artifact in sorted(places, key=profile.artifacts.index):
+        keys = {c.key() for c in wanted[places[artifact][0]][artifact]}
+        new = keys - counted
+        counted |= keys
+        hours, left = (sum(profile.seconds(runs[k]) for k in some) / 3600 for some in (new, new - done))
+        shared = f"  ({len(keys) - len(new)} shared with rows above)" if len(new) < len(keys) else ""
+        lines.append(f"{artifact:28}{', '.join(places[artifact]):32}{len(keys):8}{len(keys & done):7}{spell(hours):>12}"
+                     f"{spell(left):>8}{shared}")
+    if not places:
+        lines.append("(no training)")
+    if missing := not_searched(profile, runs.values()):
+        lines += ["", f"not tuned yet on {', '.join(missing)}: rates and T are where the tuning starts, so that hours "
+                      f"will change with `dpngd tune {profile.name}`, which has {profile.later_trials()} more trials "
+                      "(second round and finalists)"]
     lines += ["", f"{'method':22}{'data':10}{'model':11}{'eps':>5}{'T':>7}{'B':>6}{'q':>9}{'sigma':>9}{'runs':>6}"
                   f"{'hours':>10}"]
     kinds: dict[tuple, list[RunConfig]] = defaultdict(list)
@@ -202,8 +277,9 @@ def listing(profile: Profile, wanted: Wanted, store: Store) -> str:
     total = sum(map(profile.seconds, runs.values())) / 3600
     left = sum(profile.seconds(c) for k, c in runs.items() if k not in done) / 3600
     steps = sum(c.T for c in runs.values())
-    lines += ["", f"{len(runs)} runs, {steps:,} steps, {spell(total)} hours on {profile.settings['cost']['device']} "
-                  f"(estimated); {len(done)} stored, {spell(left)} hours left"]
+    device = profile.settings["cost"]["device"]
+    lines += ["", f"{len(runs)} runs, {steps:,} steps, {spell(total)} core-hours on {device} (estimated); {len(done)} "
+                  f"done, {spell(left)} core-hours left"]
     return "\n".join(lines)
 
 

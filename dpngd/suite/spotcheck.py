@@ -3,7 +3,7 @@
     dpngd spotcheck cpu --runs 5
 
     what                          must be
-    privacy, key, config          the same, on every machine (numbers of an accountant to 1e-6 of themselves)
+    privacy, key, config          exactly the same, on every machine (`dpngd.privacy` rounds what it finds)
     accuracy, status, steps       within 3 points, the same status: a record cannot excuse itself by naming a machine
     every other fact              the same to the last bit on the machine that made the record, free on another one,
                                   where rounding differs
@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dpngd import progress
 from dpngd.errors import UsageError
 from dpngd.suite import claims, profiles, sweep
 from dpngd.suite.runs import Runs
@@ -34,7 +34,6 @@ from dpngd.training.config import RunConfig
 POINTS = 0.03
 """How far the accuracy of a run may be from the shipped one on another machine."""
 EXACT = ("key", "config", "privacy")
-ACCOUNTED = 1e-6  # relative: an accountant's numbers depend on the machine's last bits too
 MACHINE = ("rounding", "torch", "numpy", "device")  # what makes two machines the same to a bit: see `record.rounding`
 
 
@@ -82,20 +81,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [k for k in old if k not in record.NOT_FACTS and old[k] != new.get(k)]
 
 
-def same(old: Any, new: Any) -> bool:
-    """Whether two values are the same, numbers to ACCOUNTED of themselves."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return old.keys() == new.keys() and all(same(old[k], new[k]) for k in old)
-    if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(map(same, old, new))
-    if isinstance(old, float) and isinstance(new, float):
-        return math.isclose(old, new, rel_tol=ACCOUNTED)
-    return type(old) is type(new) and old == new
+def exact(facts: Mapping[str, Any], name: str) -> str:
+    """A field as text, in which two records agree only if every number has the same digits and the same type."""
+    return json.dumps(facts.get(name), sort_keys=True)
 
 
 def wrong(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The fields in which a record differs by more than another machine can make it."""
-    found = [k for k in EXACT if not same(old.get(k), new.get(k))]
+    found = [k for k in EXACT if exact(old, k) != exact(new, k)]
     if old["status"] != new["status"] or old["accuracy"] is None or new["accuracy"] is None:
         return found + [k for k in ("status", "accuracy") if old[k] != new[k]]
     return found + (["accuracy"] if abs(old["accuracy"] - new["accuracy"]) > POINTS else [])
@@ -107,7 +100,7 @@ def verdicts(profile: profiles.Profile, records: Mapping[str, dict]) -> dict[str
     for artifact in profile.artifacts:
         configs = profile.configs(artifact)
         sources[artifact] = Runs.of(configs, (records.get(c.key()) for c in configs))
-    return {claim.id: claims.decide(claim, sources)["verdict"] for claim in claims.all_claims()
+    return {claim.id: claims.decide(claim, sources)["word"] for claim in claims.all_claims()
             if claim.source != "theory" and not claim.timed}
 
 
@@ -115,6 +108,7 @@ def train_again(store: Store, runs: int, seed: int, jobs: int) -> dict[str, Any]
     """The drawn runs, trained again: `good` where each is the same, as the module's table says, and verdicts stay."""
     drawn, profile = draw(store, runs, seed), store.profile
     configs = [RunConfig.from_dict(r["config"]) for r in drawn]
+    progress.say("spotcheck: " + progress.outlook(len(configs), map(profiles.load(profile).seconds, configs), jobs))
     with tempfile.TemporaryDirectory() as scratch:
         new = sweep.ensure(configs, store=Store(profile, root=scratch, read_shipped=False), jobs=jobs)
     rows = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,14 @@ from dpngd.training.config import RunConfig
 
 ARTIFACTS: dict[str, tuple[str, ...]] = {
     "00_geometry": (),
-    "01_utility_table": ("utility_table", "networks", "networks_half"),
-    "02_convergence_curves": ("convergence", "fraction"),
+    "01_utility_table": ("utility_table", "whole", "views", "networks"),
+    "02_convergence_curves": ("convergence",),
     "03_public_sample_efficiency": ("sample_efficiency", "pretraining", "sources"),
-    "04_ablations": ("ablation_decoupling", "ablation_clipping", "ablation_floor", "ablation_ours", "rates", "releases",
-                     "open_choices"),
+    "04_ablations": ("ablation_decoupling", "ablation_decoupling_equal", "ablation_clipping", "ablation_clipping_equal",
+                     "ablation_floor", "ablation_floor_equal", "ablation_ours", "bound", "kl_maps", "releases"),
     "05_wallclock_overhead": ("overhead",),
-    "06_hyperparameter_robustness": ("robustness", "rates", "tuning", "tuning_networks"),
+    "06_hyperparameter_robustness": ("robustness", "gate", "tuning", "tuning_networks"),
+    "07_your_own_data": (),
 }
 """The notebooks, and the artifacts of the profile that each shows."""
 
@@ -47,10 +49,10 @@ PARAMETERS = ("profile", *CHOICES, "train", "jobs")
 
 
 def configs(notebook: str, profile: profiles.Profile, **choices: Any) -> dict[str, list[RunConfig]]:
-    """The runs of a notebook by artifact. Tuning trials are always the profile's: fewer would not be a fair search."""
+    """The runs of a notebook by artifact. Gate and tuning are always the profile's: fewer would be no fair search."""
     if notebook not in ARTIFACTS:
         raise unknown("notebook", notebook, ARTIFACTS)
-    return {a: profile.configs(a, **({} if a in profiles.SEARCHES else choices)) for a in ARTIFACTS[notebook]
+    return {a: profile.configs(a, **({} if a in profiles.FIXED else choices)) for a in ARTIFACTS[notebook]
             if a in profile.artifacts}
 
 
@@ -107,6 +109,7 @@ class Study:
         self.store = Store(self.profile.name)
         self.runs: dict[str, Runs] = {}
         self.theory: Theory | None = None
+        self._rows: list[dict[str, Any]] | None = None  # decided once for what was run and measured so far
         self.shown: dict[str, list[dict]] = {"figures": [], "tables": []}
         out = os.environ.get("DPNGD_FIGURES")
         self.out = Path(out) if out else None
@@ -124,6 +127,7 @@ class Study:
         """Train what is missing (or, with train=False, take what there is)."""
         wanted = list({c.key(): c for group in self.configs.values() for c in group}.values())
         missing = sum(self.store.get(c) is None for c in wanted)
+        self._rows = None
         print(f"{len(wanted)} runs, {missing} of them missing" + ("" if self.train or not missing else ": not trained"))
         if self.train and missing:
             sweep.ensure(wanted, store=self.store, jobs=self.jobs, seconds=self.profile.seconds)
@@ -134,12 +138,13 @@ class Study:
         from dpngd.suite.theory import measure  # late: the other notebooks redraw without torch
 
         choices = {k: v for k, v in self.choices.items() if k != "seeds"}
-        self.theory = measure(self.profile, **choices)
+        self.theory, self._rows = measure(self.profile, **choices), None
         return self.theory
 
     def table(self, table: pd.DataFrame, name: str, caption: str, data: pd.DataFrame | None = None) -> None:
-        """Show a table; `data` are the full numbers behind it, saved as CSV."""
-        display(HTML(f"<p><b>{caption}</b></p>" + table.to_html(index=False, border=0)))
+        """Show a table; `data` are the full numbers behind it, saved as CSV. **Text** is bold."""
+        bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", table.to_html(index=False, border=0))
+        display(HTML(f"<p><b>{caption}</b></p>" + bold))
         if self.out:
             self.out.mkdir(parents=True, exist_ok=True)
             write_atomically(self.out / f"{name}.csv", (table if data is None else data).to_csv(index=False))
@@ -147,7 +152,10 @@ class Study:
                                      "rows": table.astype(str).to_numpy().tolist(), "csv": f"{name}.csv"})
 
     def figure(self, figure: Figure, name: str, caption: str) -> None:
-        """Show a figure with its stamp."""
+        """Show a figure with its stamp; a sentence in its place where none of its runs exist."""
+        if plots.is_empty(figure):
+            print(f"{name}: not run yet, so there is no figure ({caption})")
+            return
         plots.stamp(figure, self.stamp())
         picture = plots.png(figure)
         display(Image(picture, alt=caption))
@@ -162,17 +170,22 @@ class Study:
 
     def decided(self) -> list[dict[str, Any]]:
         """The rows of this notebook's claims."""
+        if self._rows is not None:
+            return self._rows
         sources: dict[str, Any] = dict(self.runs)
         if self.theory is not None:
             sources["theory"] = self.theory
         if (report := bench_report()) is not None:
             sources["bench"] = report
-        return [claims.decide(claim, sources) for claim in claims.of_notebook(self.notebook)]
+        demonstration = self.profile.name in claims.DEMONSTRATIONS
+        self._rows = [claims.decide(claim, sources, demonstration=demonstration)
+                      for claim in claims.of_notebook(self.notebook)]
+        return self._rows
 
     def verdicts(self) -> None:
         """Paper against ours."""
         rows = [{"claim": r["sentence"], "paper": r["paper"] or "not in the paper", "ours": r["ours"],
-                 "n": claims.seeds_text(r), "verdict": r["verdict"]} for r in self.decided()]
+                 "n": claims.seeds_text(r), "word": claims.worded(r)} for r in self.decided()]
         with pd.option_context("display.max_colwidth", None):
             display(HTML(pd.DataFrame(rows).to_html(index=False, border=0)))
 
@@ -183,10 +196,11 @@ class Study:
                 display(Markdown(f"**{row['question']}** {claims.answer(row)}"))
 
     def check(self) -> None:
-        """The verdicts as plain words: what nbval compares. Where another machine's rounding, or its clock, could turn
-        the verdict of a few small runs, it says only that there is one."""
+        """The words, which nbval compares. A demonstration has none: there it says whether what must hold on every
+        machine does (privacy, theorems, counts)."""
         for claim, row in zip(claims.of_notebook(self.notebook), self.decided(), strict=True):
-            print(f"{row['id']}: {row['verdict'] if claim.steady or row['verdict'] == stats.NOT_RUN else 'decided'}")
+            held = claim.steady and row["word"] == stats.DEMONSTRATION
+            print(f"{row['id']}: {('holds' if row['holds'] else 'does not hold') if held else row['word']}")
 
     def provenance(self) -> None:
         """Where the numbers come from; also the notebook's entry for the report."""
@@ -214,12 +228,35 @@ def bench_report() -> dict[str, Any] | None:
 
 
 def bench_table() -> pd.DataFrame | None:
-    """That report as a table."""
+    """That report as a table: each ratio beside its goal and the paper's, or seconds per step of a report without."""
     report = bench_report()
     if report is None:
         return None
+    if "goals" in report:
+        return goals_table(report)
     return pd.DataFrame([{"network": m, "batch": r["batch"], "contender": c,
                           "seconds per step": round(row["median"], 3),
                           "over DP-SGD": round(row["median"] / r["contenders"]["dp-sgd"]["median"], 2)}
                          for m, r in report["models"].items() for c, row in r["contenders"].items()
                          if "dp-sgd" in r["contenders"]])
+
+
+RATIO_NAMES = {"dp_sgd_over_plain": "DP-SGD / plain training", "opacus_over_dp_sgd": "fastest mode of Opacus / DP-SGD",
+          "dp_ngd_over_dp_sgd": "DP-NGD / DP-SGD, refresh included", "gep_over_dp_sgd": "GEP / DP-SGD",
+          "dp_ngd_memory_over_opacus": "peak memory, DP-NGD / Opacus"}
+
+
+def goals_table(report: Mapping[str, Any]) -> pd.DataFrame:
+    """The ratios of `dpngd bench --full` by network: found with all threads and with one, the goal, the paper's."""
+    paper = " and ".join(f"{v:.2f}" for v in sorted(claims.paper_step_cost().values()))
+    alone = report.get("one_thread", {"ratio": {}})["ratio"]
+    rows = []
+    for key, what in RATIO_NAMES.items():
+        for network, found in report["ratio"].items():
+            goal = report["goals"][key].get(network)
+            if key in found:
+                rows.append({"ratio": what, "network": network, f"{report['threads']} threads": round(found[key], 2),
+                             "1 thread": round(alone[network][key], 2) if key in alone.get(network, {}) else "-",
+                             "goal": "-" if goal is None else f"{'≥' if key == 'opacus_over_dp_sgd' else '≤'} {goal:g}",
+                             "paper": paper if key == "dp_ngd_over_dp_sgd" else "-"})
+    return pd.DataFrame(rows)

@@ -16,20 +16,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 import shutil
-import sys
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
+from dpngd import progress
 from dpngd.errors import UsageError
-from dpngd.suite.executors import Executor, Inline, Outcome, Outcomes, Processes, Task
+from dpngd.suite.executors import Executor, Inline, Outcome, Outcomes, Processes, Task, failed
 from dpngd.suite.store import Store
 from dpngd.training.config import RunConfig
 
@@ -69,7 +69,8 @@ def ensure(
     """The records of `configs`, in their order, after computing the missing ones.
 
     `run` is `dpngd.training.train.run` unless given. With one job the runs are computed in this process, with more in
-    workers of one thread each, or else wherever `executor` puts them. Raises SweepError at the very end.
+    workers of one thread each (for a long sweep with a job per core, by measurement), or else wherever `executor` puts
+    them. Raises SweepError at the very end.
     `seconds` says how long a run is expected to take (`Profile.seconds`): long ones keep checkpoints, unless `run` is
     the caller's own.
     """
@@ -81,12 +82,24 @@ def ensure(
     missing = in_turns([config for key, config in unique.items() if records[key] is None])
     if missing:
         every = checkpoint_steps(missing, seconds) if run is None and seconds is not None else {}
-        _compute(missing, store, run, executor or (Inline() if jobs == 1 else Processes(jobs)), every)
+        _compute(missing, store, run, executor or _executor(missing, jobs, seconds if run is None else None), every)
         for config in missing:
             records[config.key()] = store.get(config)
             if records[config.key()] is None:
                 raise RuntimeError(f"{config.label()} was computed but its record cannot be read")
     return [records[c.key()] for c in configs]
+
+
+PACED = 1800.0  # seconds on one core: a sweep expected to take longer first measures how the cores are used best
+
+
+def _executor(missing: Sequence[RunConfig], jobs: int, seconds: Callable[[RunConfig], float] | None) -> Executor:
+    """This process for one job, else workers; for a long sweep on all cores, whichever was faster (`bench.layout`)."""
+    if jobs > 1 and jobs == os.cpu_count() and seconds is not None and sum(map(seconds, missing)) > PACED:
+        from dpngd.suite import bench  # late: it loads torch
+
+        jobs = bench.layout(jobs).processes
+    return Inline() if jobs == 1 else Processes(jobs)
 
 
 def shard(configs: Iterable[RunConfig], part: str | None) -> list[RunConfig]:
@@ -136,9 +149,13 @@ def _compute(missing: list[RunConfig], store: Store, run: Run | None, executor: 
         )
     store.prepare()
     store.tidy()
-    task, failures = partial(work, run=run, store=store, every=every), []
-    with tqdm(total=len(missing), desc="runs", unit="run", file=sys.stderr, smoothing=0.1) as bar:
-        for config, outcome in _until_done(task, missing, store, executor, bar):
+    task, failures = Work(store, run, every), []
+    with (progress.bar(len(missing), "runs", unit="run") as bar,
+          contextlib.closing(_until_done(task, missing, store, executor, bar)) as outcomes):
+        for config, outcome in outcomes:
+            if outcome.status == "full":  # every other run would be computed in vain
+                raise UsageError(f"the disk of the store {store.folder} is full: {bar.n} of {len(missing)} runs were "
+                                 "stored, and those are whole; make room and start again")
             if outcome.status == "failed":
                 failures.append((config, outcome))
                 bar.set_postfix(failed=len(failures))
@@ -148,7 +165,7 @@ def _compute(missing: list[RunConfig], store: Store, run: Run | None, executor: 
 
 
 def _until_done(
-    task: Task, configs: list[RunConfig], store: Store, executor: Executor, bar: tqdm
+    task: Task, configs: list[RunConfig], store: Store, executor: Executor, bar: progress.Bar
 ) -> Outcomes:
     """All outcomes. Runs that another process has are looked at again until it has stored or dropped them."""
     while configs:
@@ -167,35 +184,51 @@ def _until_done(
         configs += [config for config in waiting if config not in configs]
 
 
-def work(config: RunConfig, *, run: Run | None, store: Store, every: Mapping[str, int] | None = None) -> Outcome:
-    """The task of one run: claim it, compute it, store it, in that order, wherever it runs.
+@dataclass(frozen=True)
+class Work:
+    """The task of one run.
 
-    `every` has the steps between two checkpoints of long runs, by key. The checkpoint goes once the record is stored.
+    every   the steps between two checkpoints of long runs, by key
     """
-    try:
-        with store.claim(config.key()) as mine:
-            if not mine:
-                return Outcome("busy")
-            if store.get(config) is None:  # another process may have been faster
-                if run is None:
-                    from dpngd.training.train import run  # late: redrawing from stored runs needs no torch
 
-                    if every and config.key() in every:
-                        run = partial(run, checkpoint=_checkpoint(store, config.key(), every[config.key()]))
-                record = run(config)
-                if dataclasses.is_dataclass(record) and not isinstance(record, type):
-                    record = dataclasses.asdict(record)
-                if not isinstance(record, Mapping):
-                    raise UsageError(f"run returned a {type(record).__name__}, not a record")
-                store.put(config, record)
-            shutil.rmtree(store.checkpoint(config.key()), ignore_errors=True)
-        return Outcome("stored")
-    except Exception as error:
-        line = next(iter(str(error).splitlines()), "")
-        return Outcome("failed", f"{type(error).__name__}: {line}", traceback.format_exc())
+    store: Store
+    run: Run | None = None
+    every: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, config: RunConfig) -> Outcome:
+        """Claim it, compute it, store it, in that order, in this process."""
+        try:
+            with self.store.claim(config.key()) as mine:
+                if not mine:
+                    return Outcome("busy")
+                if self.store.get(config) is None:  # another process may have been faster
+                    self.store.put(config, self.compute(config, self.store.checkpoint(config.key())))
+                self.forget(config)
+            return Outcome("stored")
+        except Exception as error:
+            return failed(error)
+
+    def compute(self, config: RunConfig, checkpoint: Path | None = None) -> Mapping[str, Any]:
+        """The record of a run. A long one keeps its state in the folder `checkpoint` meanwhile."""
+        run = self.run
+        if run is None:
+            from dpngd.training.train import run  # late: redrawing from stored runs needs no torch
+
+            if checkpoint is not None and config.key() in self.every:
+                run = partial(run, checkpoint=_checkpoint(checkpoint, self.every[config.key()]))
+        record = run(config)
+        if dataclasses.is_dataclass(record) and not isinstance(record, type):
+            record = dataclasses.asdict(record)
+        if not isinstance(record, Mapping):
+            raise UsageError(f"run returned a {type(record).__name__}, not a record")
+        return record
+
+    def forget(self, config: RunConfig) -> None:
+        """The checkpoint goes once the record is there."""
+        shutil.rmtree(self.store.checkpoint(config.key()), ignore_errors=True)
 
 
-def _checkpoint(store: Store, key: str, every: int) -> Checkpoint:
+def _checkpoint(folder: Path, every: int) -> Checkpoint:
     from dpngd.training.checkpoint import Checkpoint  # late: it loads torch
 
-    return Checkpoint(store.checkpoint(key), every, automatic=True)
+    return Checkpoint(folder, every, automatic=True)

@@ -6,11 +6,13 @@ import math
 
 import pandas as pd
 
+from dpngd.data import sets
 from dpngd.methods import METHODS
-from dpngd.suite import tuning
+from dpngd.suite import stats, tuning
+from dpngd.suite.claims import paper_step_cost
 from dpngd.suite.params import published
 from dpngd.suite.profiles import Profile, place
-from dpngd.suite.rules import Theory, side_by_side, steps_to_peak
+from dpngd.suite.rules import Curves, Theory, above, best_baseline, cell_name, estimated, side_by_side
 from dpngd.suite.runs import NOT_STEPS, Runs, seconds_per_step, step_phases
 
 Table = tuple[pd.DataFrame, str, str, pd.DataFrame]
@@ -63,10 +65,10 @@ def shown(table: pd.DataFrame, *axes: str) -> pd.DataFrame:
     """For people: mean ± half the interval, n, and the paper's number."""
     def ours(row: pd.Series) -> str:
         if not row["n"]:
-            return "diverged" if row["diverged"] else "not run"
+            return "not run"
         half = (row["high"] - row["low"]) / 2
-        spread = f" ± {half:.1f}" if math.isfinite(half) else ""
-        bad = f", {row['diverged']} diverged" if row["diverged"] else ""
+        spread = f" ± {half:.1f}" if math.isfinite(half) and half > 0 else ""
+        bad = f", {row['diverged']} diverged: chance" if row["diverged"] else ""
         return f"{row['accuracy']:.1f}{spread} (n={row['n']}{bad})"
 
     out = table[["method", "data", "epsilon", *axes]].copy()
@@ -74,6 +76,54 @@ def shown(table: pd.DataFrame, *axes: str) -> pd.DataFrame:
     if table["paper"].notna().any():
         out["paper"] = table["paper"].map(lambda v: "" if v is None or pd.isna(v) else f"{v:.2f}")
     return out.rename(columns={"epsilon": "ε", "public_size": "public images", "public": "public set"})
+
+
+# ---- Notebook 01: Table 2 --------------------------------------------------------------------------------------------
+
+LEADERS = ("dp-ngd", "dp-ngd-free")
+
+
+def leads(runs: Runs) -> pd.DataFrame:
+    """The lead over the best baseline, by cell: of DP-NGD, and of DP-NGD with nothing to tune; the paper's beside it.
+
+    The intervals are those of the claim `best-everywhere`: they pool their variance over the epsilons of a data set
+    and a baseline. The best baseline is the one with the highest mean in the cell, which favours it."""
+    rows = []
+    for method in (m for m in LEADERS if m in runs.methods()):
+        tests = [above(runs.where(data=d, epsilon=e), cell_name((d, e)), {"method": method}, {"method": m}, (d, m))
+                 for d, e in runs.cells() for m in runs.where(data=d, epsilon=e).baselines()]
+        of = [(d, e, m) for d, e in runs.cells() for m in runs.where(data=d, epsilon=e).baselines()]
+        found = {place: e for place, (_, e) in zip(of, estimated(tests), strict=True)}
+        for d, e in runs.cells():
+            rival = best_baseline(runs.where(data=d, epsilon=e))
+            lead = found[d, e, rival["method"]] if rival else None
+            if lead is None or lead.n == 0:
+                continue
+            theirs = [paper_accuracy("utility_table", m, d, e) for m in ("dp-ngd", *runs.baselines())]
+            paper = theirs[0] - max(theirs[1:]) if method == "dp-ngd" and None not in theirs else None
+            rows.append({"method": METHODS[method].label, "name": method, "data": d, "epsilon": e,
+                         "best baseline": METHODS[rival["method"]].label, "lead": lead.mean, "sd": lead.sd,
+                         "low": lead.low, "high": lead.high, "n": lead.n, "images": lead.images, "paper": paper})
+    return pd.DataFrame(rows, columns=["method", "name", "data", "epsilon", "best baseline", "lead", "sd", "low",
+                                       "high", "n", "images", "paper"])
+
+
+def matrix(table: pd.DataFrame) -> pd.DataFrame:
+    """`accuracy` of Table 2 as the paper prints it: a row per data set and method, a column per epsilon, the highest
+    mean of a data set and epsilon in bold (between two stars)."""
+    rows = []
+    for data, here in table.groupby("data", sort=False):
+        best = here.groupby("epsilon")["accuracy"].max()
+        for method, mine in here.groupby("method", sort=False):
+            row = {"data set": sets.label(data), "method": method}
+            for line in mine.itertuples():
+                half = (line.high - line.low) / 2
+                text = stats.NOT_RUN if not line.n else f"{line.accuracy:.1f}" + (
+                    f" ± {half:.1f}" if math.isfinite(half) and half > 0 else "") + (
+                    f" ({line.diverged} diverged)" if line.diverged else "")
+                row[f"ε = {line.epsilon:g}"] = f"**{text}**" if line.n and line.accuracy == best[line.epsilon] else text
+            rows.append(row)
+    return pd.DataFrame(rows).fillna("")
 
 
 # ---- Notebook 00: privacy and the clamping schedule ------------------------------------------------------------------
@@ -86,7 +136,7 @@ def privacy(theory: Theory) -> Table:
         "ε": data["epsilon"].map("{:g}".format), "δ": data["delta"].map("{:g}".format),
         "q = B/N": data["q"].map("{:.4f}".format), "T": data["T"], "σ": data["sigma"].map("{:.3f}".format),
         "spent, PRV": data["spent"].map("{:.3f}".format), "spent, RDP": data["spent_rdp"].map("{:.3f}".format)})
-    return shown, "privacy", "Noise multiplier of every cell: the same for all methods", data
+    return shown, "privacy", "Noise multiplier of every cell and method: a function of q, T and the budget alone", data
 
 
 def cost() -> Table:
@@ -136,19 +186,20 @@ def seconds_by_phase(runs: Runs) -> pd.DataFrame:
 
 
 def time_to_peak(runs: Runs) -> Table:
-    """Table 5: steps and seconds to DP-SGD-PT's peak, the mean over seeds, ours and the paper's."""
+    """Table 5: steps and seconds to DP-SGD-PT's peak, of the mean curves over seeds, ours and the paper's."""
     rows = []
     for data, epsilon in runs.cells():
         here = runs.where(data=data, epsilon=epsilon)
-        budgets = dict(zip(("dp-sgd-pt", "dp-ngd"), steps_to_peak(here, ["dp-sgd-pt"]), strict=True))
-        for method, steps in budgets.items():
+        curves = Curves(here, ["dp-sgd-pt"])
+        peak = curves.peak() if curves.seeds else None
+        for method, steps in (("dp-sgd-pt", peak.theirs), ("dp-ngd", peak.ours)) if peak else ():
             records = side_by_side(here).where(method=method).records
-            if steps and records:
-                step = sum(map(seconds_per_step, records)) / len(records)
-                mean = sum(steps.values()) / len(steps)
+            if records:
+                step, there = sum(map(seconds_per_step, records)) / len(records), math.isfinite(steps)
                 rows.append({"where": "ours, CPU core", "data": data, "ε": f"{epsilon:g}",
                              "method": METHODS[method].label, "seconds per step": round(step, 3),
-                             "steps to the peak": round(mean, 1), "total": f"{mean * step:.1f} s", "n": len(steps)})
+                             "steps to the peak": round(steps, 1) if there else "not reached",
+                             "total": f"{steps * step:.1f} s" if there else "", "n": len(curves.seeds)})
     for data, epsilon, method, step, steps, hours in published()["overhead"]["rows"]:
         rows.append({"where": "paper, RTX 3090", "data": data, "ε": f"{epsilon:g}", "method": METHODS[method].label,
                      "seconds per step": step, "steps to the peak": steps, "total": f"{hours:g} h", "n": ""})
@@ -156,11 +207,55 @@ def time_to_peak(runs: Runs) -> Table:
     return table, "time_to_peak", "Time to DP-SGD-PT's best accuracy (Table 5)", table
 
 
+RATIOS = {
+    "dp_ngd_over_dp_sgd": ("a DP-NGD step over a DP-SGD step", "at most"),
+    "dp_sgd_over_plain": ("a DP-SGD step over one without privacy", "at most"),
+    "opacus_over_dp_sgd": ("Opacus's DP-SGD over ours", "at least"),
+    "gep_over_dp_sgd": ("a GEP step over a DP-SGD step", "at most"),
+    "dp_ngd_memory_over_opacus": ("peak memory of DP-NGD over Opacus's DP-SGD", "at most"),
+    "opacus_dpngd_over_opacus_hooks": ("Opacus with our optimizer over Opacus alone", "at most"),
+}
+"""The ratios of a bench report, in words, and on which side of its goal each should be."""
+
+
+def bench_ratios(report: dict) -> Table:
+    """Ratios of `dpngd bench` by network, beside what was aimed at and what the paper's Table 5 gives."""
+    paper = "; ".join(f"{sets.label(d)} {v:.2f}" for d, v in paper_step_cost().items())
+    rows = []
+    for ratio, (said, side) in RATIOS.items():
+        for network, found in report.get("ratio", {}).items():
+            value, goal = found.get(ratio), report.get("goals", {}).get(ratio, {}).get(network)
+            if not isinstance(value, int | float):
+                continue
+            met = "" if goal is None else "yes" if (value <= goal if side == "at most" else value >= goal) else "no"
+            rows.append({"ratio": said, "network": network, "measured": f"{value:.2f}",
+                         "goal": "" if goal is None else f"{side} {goal:g}", "reached": met,
+                         "the paper (RTX 3090)": paper if ratio == "dp_ngd_over_dp_sgd" else ""})
+    table = pd.DataFrame(rows, columns=["ratio", "network", "measured", "goal", "reached", "the paper (RTX 3090)"])
+    goals = "" if report.get("goals") else "; this report has no goals"
+    shown = table.drop(columns=["goal", "reached"]) if goals else table
+    return shown, "bench_ratios", f"Ratios of one training step, timed in turns (dpngd bench){goals}", table
+
+
+def bench_seconds(report: dict) -> Table:
+    """Median seconds per step of every contender."""
+    rows = []
+    for network, result in report.get("models", {}).items():
+        base = result.get("contenders", {}).get("dp-sgd", {}).get("median")
+        for name, row in result.get("contenders", {}).items():
+            rows.append({"network": network, "batch": result.get("batch", ""), "contender": name,
+                         "seconds per step": round(row["median"], 3),
+                         "over DP-SGD": round(row["median"] / base, 2) if base else ""})
+    table = pd.DataFrame(rows, columns=["network", "batch", "contender", "seconds per step", "over DP-SGD"])
+    return table, "bench_seconds", "Seconds per step of every contender, median", table
+
+
 # ---- Notebook 06: the grid search ------------------------------------------------------------------------------------
 
 def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
     """Every trial in the CSV; shown is each method's best, its number of trials, and where a wider grid might help."""
     searched = profile.settings[name]["model"]
+    won_by = profile.settings["tuned"].get("methods", {})
     data = pd.DataFrame([{"method": c.method, "data": c.data, "model": c.model, "epsilon": c.epsilon, "seed": c.seed,
                           "eta": c.eta, "T": c.T, **{n: getattr(c, n) for n in OWN},
                           "accuracy": None if r["accuracy"] is None else 100 * r["accuracy"], "status": r["status"],
@@ -168,14 +263,14 @@ def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
     rows = []
     for method in runs.methods():
         for d, epsilon in runs.cells():
-            won = profile.settings["tuned"].get(method, {}).get(place(d, searched))
-            if won is None:
+            if epsilon not in won_by.get(method, {}).get(place(d, searched), {}):
                 continue
-            first = profile.trials(method, d, epsilon, profile.settings[name]["seeds"][0], name)
+            first = [*profile.trials(method, d, epsilon, name), *profile.second(method, d, epsilon, name)]
             repeats = profile.repeats(method, d, epsilon, name)
+            won = tuning.winner(profile, method, d, epsilon, name)
             best = [c for axes, c in first if axes == won] + [c for axes, cs in repeats if axes == won for c in cs]
             own = {n: getattr(best[0], n) for n in OWN}
-            edges = tuning.edges(profile, method, place(d, searched))
+            edges = tuning.edges(profile, method, d, epsilon, name)
             rows.append({"method": METHODS[method].label, "data": d, "network": best[0].model, "ε": f"{epsilon:g}",
                          "trials": len(first), "repeats": sum(len(cs) for _, cs in repeats),
                          "best η": f"{best[0].eta:g}", "T": best[0].T,
@@ -188,15 +283,58 @@ def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
 def finalists(runs: Runs, profile: Profile, name: str = "tuning") -> pd.DataFrame | None:
     """Each setting that was repeated, seed by seed; None where the profile repeats none."""
     section, rows = profile.settings[name], []
+    won_by = profile.settings["tuned"].get("methods", {})
     for method in runs.methods():
         for d, epsilon in runs.cells():
-            first = profile.trials(method, d, epsilon, section["seeds"][0], name)
+            first = [*profile.trials(method, d, epsilon, name), *profile.second(method, d, epsilon, name)]
+            chosen = epsilon in won_by.get(method, {}).get(place(d, section["model"]), {})
             for axes, repeats in profile.repeats(method, d, epsilon, name):
                 here = Runs([c for a, c in first if a == axes] + repeats, runs.found)
                 by_seed = here.by_seed()
-                won = axes == profile.settings["tuned"].get(method, {}).get(place(d, section["model"]))
-                rows.append({"method": METHODS[method].label, "data": d,
+                won = chosen and axes == tuning.winner(profile, method, d, epsilon, name)
+                rows.append({"method": METHODS[method].label, "data": d, "ε": f"{epsilon:g}",
                              "setting": ", ".join(f"{n}={v:g}" for n, v in axes.items()),
                              **{f"seed {s}": f"{by_seed[s]:.1f}" if s in by_seed else "-" for s in here.values("seed")},
                              "mean": f"{here.mean().mean:.2f}", "won": "won" if won else ""})
-    return pd.DataFrame(rows) if any(section["repeat"]["seeds"]) and rows else None
+    return pd.DataFrame(rows) if section["finalists"]["seeds"] and rows else None
+
+
+# ---- The audit (`dpngd audit --json`, stored in results/) ------------------------------------------------------------
+
+AUDITED = {"sensitivity": "one sample moves a sum by", "noise": "noise", "canary, mu": "canary, 1/σ allowed",
+           "accounting": "spends"}
+
+
+def audit(stored: dict) -> Table:
+    """One row per method, from results/audit.json: what was measured in the main tests, and how many of all passed."""
+    data = pd.DataFrame(stored["lines"])
+    rows = []
+    for subject, lines in data.groupby("subject", sort=False):
+        measured = {column: _measured(lines, test) for test, column in AUDITED.items()}
+        rows.append({"subject": subject, "passed": f"{int(lines['passed'].sum())} of {len(lines)}", **measured,
+                     "s": f"{lines['seconds'].sum():.1f}"})
+    statistical = int(data["level"].notna().sum())
+    caption = (f"Audit: {int((~data['passed']).sum())} of {len(data)} tests failed; {statistical} are statistical, "
+               f"false alarm at most {100 * stored['false_alarm']:g}%; {stored['cpu_seconds']:.0f} s of CPU time")
+    return pd.DataFrame(rows), "audit", caption, data
+
+
+def _measured(lines: pd.DataFrame, test: str) -> str:
+    """The main number of a test, and its limit where that is a number too; GEP's noise has a line per channel."""
+    found = lines[(lines["test"] == test) | lines["test"].str.startswith(f"{test}, channel")]
+    said = []
+    for line in found.itertuples():
+        number = line.measured.split(" (")[0].split(" over ")[0].split(" of ")[0]
+        said.append(f"{number}, limit {line.limit.split(' = ')[-1]}" if test.startswith("canary") else number)
+    return "; ".join(said)
+
+
+def self_test(stored: dict) -> Table:
+    """One row per planted leak, from results/audit-self-test.json."""
+    data = pd.DataFrame(stored["leaks"])
+    shown = pd.DataFrame({
+        "leak": data["leak"], "size": data["size"], "found by": data["by"].where(data["found"], "MISSED"),
+        "control": data["control"].map({True: "clean", False: "FLAGGED"}), "smallest leak seen": data["power"],
+        "s": data["seconds"].map("{:.1f}".format)})
+    caption = f"Planted leaks: {int(data['passed'].sum())} of {len(data)} found, with their controls clean"
+    return shown, "audit_self_test", caption, data

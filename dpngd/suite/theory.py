@@ -20,9 +20,9 @@ from dpngd.data import load_private, load_public
 from dpngd.geometry import Kronecker
 from dpngd.gradients import Blocks, PerSample, SampleGradients
 from dpngd.mechanism import GaussianMechanism
-from dpngd.methods import spends_of
+from dpngd.methods import METHODS, spends_of
 from dpngd.noise import seeded_noise, stream
-from dpngd.suite.profiles import Profile
+from dpngd.suite.profiles import Profile, largest_norm
 from dpngd.suite.rules import Chi, Theory
 from dpngd.training import models
 from dpngd.training.recipe import to_float
@@ -142,7 +142,8 @@ def privacy_rows(profile: Profile, artifact: str = "utility_table", **given) -> 
             continue
         q = c.B / c.N
         spends = spends_of(c, q, c.N)
-        S = c.C if c.C is not None else math.hypot(c.C0, c.C1)
+        # a method with a KL budget finds its C when it starts, from public images
+        S = None if METHODS[c.method].kl_step else largest_norm(vars(c))
         rows[c.data, c.epsilon, c.method] = {
             "data": c.data, "epsilon": c.epsilon, "method": c.method, "N": c.N, "B": c.B, "q": q, "T": c.T,
             "delta": c.delta, "S": S, "sigma": spends[0].sigma, "spent": privacy.composed(spends, q, c.T, c.delta),

@@ -22,6 +22,7 @@ is written whole or not at all (`files.write_atomically`): after a crash there i
 Randomness. A step is wholly in a checkpoint, or is done again from the state before it: the same batch, the same
 weights, the same noise, so the same release. No noise meets two different sums. This holds because a seed decides the
 run, which is a simulation; a checkpoint holds its losses and the states of its generators, and is no release either.
+Of a run on several processes the first one keeps the checkpoint; all go on from it, in the same number.
 
 Releases (noise="secret") have no checkpoints. Their noise cannot be drawn again, so a step that was lost would be
 repeated with fresh noise on a fresh batch: one more look at the private data than the T that sigma is calibrated for,
@@ -45,6 +46,7 @@ import torch
 import dpngd
 from dpngd.errors import UsageError
 from dpngd.files import write_atomically
+from dpngd.group import ALONE, Group
 from dpngd.training.config import RECORD_VERSION, RunConfig
 from dpngd.training.record import rounding
 
@@ -72,24 +74,26 @@ class Checkpoint:
         self.held: Mapping[str, Any] | None = None
 
     def resume(self, config: RunConfig, held: Mapping[str, Any] | None, device: torch.device,
-               data: Sequence[str]) -> int:
+               data: Sequence[str], group: Group = ALONE) -> int:
         """Put `held` into the state of the checkpoint; the number of steps done, 0 where there is no checkpoint.
 
         held   everything that changes along the run: objects with state_dict and load_state_dict, or torch generators.
                None where the method does not say what it holds
         data   digests of the private and the public set
+        group  the processes of the run: the first one reads and writes, all of them go on from what it read
         """
-        self.held, self.T = held, config.T
+        self.held, self.T, self.group = held, config.T, group
         self.whose = {"format": FORMAT, "dpngd": dpngd.__version__, "record": RECORD_VERSION, "key": config.key(),
-                      "run": config.label(), "data": list(data), "arithmetic": f"{rounding()} {device.type}"}
+                      "run": config.label(), "data": list(data), "arithmetic": f"{rounding()} {device.type}",
+                      "processes": group.size}
         if held is None:
             if self.automatic:
                 return 0
             raise UsageError(f"{config.method} cannot be resumed: its builder does not say what it holds between steps "
                              "(Built.held); leave the checkpoint out")
-        self._prepare()
+        group.first(self._prepare)
         try:
-            step, states = self._read()
+            step, states = group.first(self._read)
             if states.keys() != held.keys():
                 raise Refused("is of another version of dpngd (its parts differ)")
         except FileNotFoundError:
@@ -108,7 +112,7 @@ class Checkpoint:
 
     def after(self, step: int) -> None:
         """Write the state after `step` steps, if it is due."""
-        if self.held is None or (step % self.every and step != self.T):
+        if self.held is None or self.group.rank or (step % self.every and step != self.T):
             return
         buffer = io.BytesIO()
         torch.save({name: part.get_state() if isinstance(part, torch.Generator) else part.state_dict()
@@ -144,7 +148,8 @@ class Checkpoint:
             raise Refused("is damaged (its checksum differs)")
         for names, what in ((("format", "dpngd", "record"), "is of another version of dpngd"),
                             (("key",), f"is of another run, {header.get('run')}"), (("data",), "is of other data"),
-                            (("arithmetic",), "is of a machine that rounds differently")):
+                            (("arithmetic",), "is of a machine that rounds differently"),
+                            (("processes",), "is of a run on another number of processes")):
             if any(header.get(name) != self.whose[name] for name in names):
                 raise Refused(what)
         return header["step"], torch.load(io.BytesIO(state), weights_only=True)

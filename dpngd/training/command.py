@@ -8,14 +8,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
+import time
 from typing import TYPE_CHECKING
 
+from dpngd import progress
 from dpngd.errors import Parser, UsageError
 from dpngd.methods import METHODS
 from dpngd.training.config import DIGESTS, FIELDS, RunConfig
 
 if TYPE_CHECKING:
+    from dpngd.group import Group
     from dpngd.training.record import Record
 
 CELL = {"method": "dp-ngd", "data": "digits", "epsilon": 2.0, "seed": 0}
@@ -128,11 +130,12 @@ def summary(record: Record) -> str:
           for row in d["along"][-1:] if "clamped_share" in row],
         ("seconds", f"{s['total']:.1f} ({stepping:.0f} ms per step): {phases}"),
         ("key", record.key),
+        ("more", "nothing was written; --json prints the whole record, docs/glossary.md names its symbols"),
     ]
     return "\n".join(f"{name:20}{value}" for name, value in rows)
 
 
-def told(card: dict, out: str) -> str:
+def released(card: dict, out: str) -> str:
     """What was released, in two lines."""
     p = card["privacy"]
     return (f"released: {out}/weights.safetensors, card.json, README.md\n"
@@ -142,33 +145,52 @@ def told(card: dict, out: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     config, args = parse(argv)
-    import torch  # late: see the module's docstring
-    from tqdm import tqdm
+    from dpngd.group import Lost, connected  # late: see the module's docstring
+
+    try:
+        with connected() as group:
+            return train(config, args, group)
+    except Lost as lost:
+        progress.say(f"error: {lost}")
+        return 1
+
+
+def train(config: RunConfig, args: argparse.Namespace, group: Group) -> int:
+    """Do what the options say; of a group of processes, the first one speaks."""
+    import torch
 
     from dpngd.training.train import run
 
     if args.threads:
         torch.set_num_threads(args.threads)
+    args.quiet = args.quiet or group.rank > 0
     marks = {round(config.T * i / 10) for i in range(1, 11)} | {1}
-    shown, bars = {}, contextlib.ExitStack()
+    shown, told, began, bars = [], {}, [], contextlib.ExitStack()
 
-    def progress(step: int, loss: float, epsilon) -> None:
-        if "bar" not in shown:  # with the first step: what is wrong before it is one line, without a bar
-            shown["bar"] = bars.enter_context(tqdm(total=config.T, initial=step - 1, file=sys.stderr,
-                                                   disable=args.quiet, unit="step"))
+    def follow(step: int, loss: float, epsilon) -> None:
         if not args.release:  # a loss is private
-            shown["loss"] = f"{loss:.3f}"
+            told["loss"] = f"{loss:.3f}"
         if step in marks and not args.quiet:  # an accountant takes a moment: ten times per run
-            shown["epsilon"] = f"{epsilon():.3f}"
-        shown["bar"].set_postfix({k: v for k, v in shown.items() if k != "bar"})
-        shown["bar"].update()
+            told["epsilon"] = f"{epsilon():.3f}"
+        if not shown:  # with the second step, whose time is known: what is wrong before is one line, without a bar
+            began.append(time.perf_counter())
+            if step < config.T and len(began) < 2:
+                return
+            if not args.quiet:
+                left = (config.T - step) * (began[-1] - began[0])
+                progress.say(f"{config.method} on {config.data}: {config.T} steps of about {config.B} images, epsilon "
+                             f"{config.epsilon:g}; about {progress.span(left)} left")
+            shown.append(bars.enter_context(progress.bar(config.T, "steps", unit="step", initial=step - 1,
+                                                         quiet=args.quiet)))
+        shown[0].set_postfix(told)
+        shown[0].update()
 
     if args.release:
         from dpngd.training.release import release
 
         with bars:
-            card = release(config, args.release, progress=progress)
-        print(json.dumps(card, allow_nan=False) if args.json else told(card, args.release))
+            card = release(config, args.release, progress=follow, group=group)
+        tell(group, json.dumps(card, allow_nan=False) if args.json else released(card, args.release))
         return 0
     checkpoint = None
     if args.checkpoint is not None:
@@ -176,6 +198,11 @@ def main(argv: list[str] | None = None) -> int:
 
         checkpoint = Checkpoint(args.checkpoint, args.every or EVERY)
     with bars:
-        record = run(config, progress=progress, checkpoint=checkpoint)
-    print(json.dumps(record.to_dict(), allow_nan=False) if args.json else summary(record))
+        record = run(config, progress=follow, checkpoint=checkpoint, group=group)
+    tell(group, json.dumps(record.to_dict(), allow_nan=False) if args.json else summary(record))
     return 0
+
+
+def tell(group: Group, text: str) -> None:
+    if group.rank == 0:
+        print(text)

@@ -32,7 +32,7 @@ from dpngd.methods import METHODS
 from dpngd.methods import method as method_of
 from dpngd.training import models
 
-RECORD_VERSION = 1  # part of every key: raise it when the meaning of a config or of its record changes
+RECORD_VERSION = 2  # part of every key: raise it when the meaning of a config or of its record changes
 
 DIGESTS = ("data_digest", "public_digest")
 
@@ -58,6 +58,8 @@ class RunConfig:
     seed: int = _field("seed of all random streams of the run", "[0, inf)")
     N: int | None = _field("size of the seeded private subset; None is the whole set", "[1, inf)", None)
     validation: float = _field("share of the private set that replaces the test set (tuning)", "[0, 1)", 0.0)
+    test_share: float | None = _field("share of all images that are the test set, where a set has no official split "
+                                      "(utkface, digits); None is the set's own", "(0, 1)", None)
     augment: bool = _field("random crops and flips, as the data set allows", None, False)
     ema: float = _field("decay of the weight average, warmed up as min(ema, (1+t)/(10+t))", "[0, 1)", 0.9999)
     evals: int = _field("evaluations, spread evenly over the run; the last is after step T", "[1, inf)", 5)
@@ -83,6 +85,8 @@ class RunConfig:
     clip_ratio: float | None = _field("C over the median norm of public gradients at the start, in the clipped space; "
                                       "0.001 normalises nearly every sample", "(0, inf)", None)
     kl_radius: float | None = _field("guard beside eta: steps with a larger KL are shortened", "(0, inf)", None)
+    eta_sgd: float | None = _field("DP-SGD's rate, from which eta follows once lambda_safe is known", "(0, inf)", None)
+    C_sgd: float | None = _field("DP-SGD's clipping threshold beside eta_sgd", "(0, inf)", None)
     data_digest: str | None = _field("own data: digest of their content, found when not given", None, None)
     public_digest: str | None = _field("own public images: digest of their content, found when not given", None, None)
 
@@ -92,6 +96,8 @@ class RunConfig:
         method_of(self.method)  # an unknown name is an error
         if own_kind(self.data) is None:
             sets.find(self.data, private=True)  # an unknown name is an error
+        if self.test_share is not None:
+            sets.check_test_share(self.data, self.test_share)
         models.find(self.model)  # an unknown name, or an impossible depth, is an error
         self._check_used()
         if self.public is not None:
@@ -108,7 +114,10 @@ class RunConfig:
         entry, uses = METHODS[self.method], METHODS[self.method].uses
         if entry.rate and self.eta is None:
             raise UsageError("eta = None: must be float, not NoneType")
-        for name in ("eta", "kl_radius") if not entry.rate else ():
+        if entry.finds_rate and self.eta is not None:
+            raise UsageError(f"eta = {self.eta!r} beside eta_sgd: {self.method} finds its floor when it starts, and "
+                             "eta follows from it; leave it out")
+        for name in ("eta", "kl_radius") if entry.kl_step else ():
             if getattr(self, name) is not None:
                 raise UsageError(f"{name} = {getattr(self, name)!r} beside kl_budget: {self.method} has no rate, its "
                                  "KL budget decides how far a step goes; leave it out")
@@ -177,7 +186,7 @@ class RunConfig:
 
     def canonical(self) -> dict[str, Any]:
         """The config as plain values, without the fields that are None and without paths: what is hashed, stored."""
-        values = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        values = {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
         if self.data_digest:
             values["data"] = without_path(self.data)
         if self.public_digest:
@@ -185,13 +194,23 @@ class RunConfig:
         return values
 
     def key(self) -> str:
-        """The name of the run's record: a hash of every field and of RECORD_VERSION."""
-        text = json.dumps({"record": RECORD_VERSION, **self.canonical()}, sort_keys=True, allow_nan=False)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """The name of the run's record: a hash of every field and of RECORD_VERSION. Computed once: tables of many runs
+        ask for it again and again."""
+        version, key = self.__dict__.get("_key", (None, ""))
+        if version != RECORD_VERSION:
+            key = key_of(self.canonical())
+            object.__setattr__(self, "_key", (RECORD_VERSION, key))
+        return key
 
     def label(self) -> str:
         """One line for progress bars and failures."""
         return f"{self.method} {self.data} eps={self.epsilon:g} T={self.T} seed={self.seed} [{self.key()}]"
+
+
+def key_of(canonical: Mapping[str, Any]) -> str:
+    """The key of a run whose config is this one, as a record has it."""
+    text = json.dumps({"record": RECORD_VERSION, **canonical}, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 FIELDS = {f.name: f for f in dataclasses.fields(RunConfig)}

@@ -21,10 +21,10 @@ from dpngd.methods import Built
 from dpngd.privacy import Spend
 from dpngd.training.config import RunConfig
 from dpngd.training.recipe import to_float
-from dpngd.training.record import Record, where
+from dpngd.training.record import Record, packed, where
 
 QUANTILES = (0.1, 0.5, 0.9)
-NOTED = ("status", "losses", "clipped", "weights", "nonfinite", "evaluations", "along")
+NOTED = ("status", "losses", "clipped", "weights", "nonfinite", "evaluations", "correct", "along")
 """What a log adds to along a run."""
 
 
@@ -81,6 +81,7 @@ class Log:
         self.weights = [self._weight_norm()]
         self.nonfinite = 0
         self.evaluations: list[dict] = []
+        self.correct: dict | None = None
         self.along: list[dict] = []
         self._marks = {round(config.T * (i + 1) / config.evals) for i in range(config.evals)}
 
@@ -131,10 +132,13 @@ class Log:
         return math.sqrt(float(sum(squares)))
 
     def evaluate(self, x: Tensor, y: Tensor) -> None:
-        accuracy, loss = evaluate(self.model, x, y)
+        correct, loss = evaluate(self.model, x, y)
         if not math.isfinite(loss):
             self.diverged()
-        self.evaluations.append({"step": self.steps, "accuracy": accuracy, "loss": finite_or_none(loss)})
+        accuracy = int(correct.sum()) / len(y)
+        self.evaluations.append({"step": self.steps, "accuracy": accuracy, "loss": digits(loss)})
+        if self.steps == self.config.T:
+            self.correct = packed(correct.numpy())
 
     def record(self, private: Private, public: Public | None, spends: list[Spend], q: float, clock: Clock) -> Record:
         config = self.config
@@ -143,7 +147,8 @@ class Log:
         return Record(
             key=config.key(), config=config.canonical(), status=self.status, steps=self.steps,
             accuracy=self.evaluations[-1]["accuracy"] if self.status == "ok" else None, evaluations=self.evaluations,
-            train_loss=[finite_or_none(x) for x in self.losses], evaluated_on=private.evaluated_on, privacy=spent,
+            correct=self.correct if self.status == "ok" else None,
+            train_loss=[digits(x) for x in self.losses], evaluated_on=private.evaluated_on, privacy=spent,
             diagnostics={
                 "clipped": mean(self.clipped), "nonfinite_samples": self.nonfinite, "norm_levels": list(QUANTILES),
                 "largest_loss": largest(self.losses), "largest_weight_norm": largest(self.weights),
@@ -188,14 +193,14 @@ class Sealed(Log):
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, x: Tensor, y: Tensor, size: int = 500) -> tuple[float, float]:
-    """Accuracy and mean loss on images x (uint8)."""
-    right, loss, device = 0.0, 0.0, next(model.parameters()).device
+def evaluate(model: nn.Module, x: Tensor, y: Tensor, size: int = 500) -> tuple[Tensor, float]:
+    """Which images x (n,C,H,W) uint8 are classified rightly, (n,) bool on the CPU, and the mean loss."""
+    right, loss, device = [], 0.0, next(model.parameters()).device
     for part, target in zip(x.split(size), y.to(device).split(size), strict=True):
         logits = model(to_float(part.to(device)))
-        right += float((logits.argmax(1) == target).sum())
+        right.append((logits.argmax(1) == target).cpu())
         loss += float(F.cross_entropy(logits, target, reduction="sum"))
-    return right / len(y), loss / len(y)
+    return torch.cat(right), loss / len(y)
 
 
 def accounting(spends: list[Spend], mechanism: GaussianMechanism, q: float, config: RunConfig) -> dict:
@@ -215,6 +220,11 @@ def accounting(spends: list[Spend], mechanism: GaussianMechanism, q: float, conf
 
 def describe(data: Private | Public, N: int) -> dict:
     return {"name": data.name, "N": N, "classes": data.classes, "source": data.source, "digest": data.digest}
+
+
+def digits(value: float) -> float | None:
+    """A loss to 5 significant digits, None where it is not finite: a record keeps one per step."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def mean(values: list[float]) -> float:

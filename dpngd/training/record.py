@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import hashlib
@@ -9,9 +10,12 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 
 PACKAGES = ("torch", "torchvision", "opacus", "numpy", "scikit-learn")
@@ -41,15 +45,31 @@ class Record:
     diagnostics: dict  # clip fraction, norm quantiles, clamped share, lambda_t, weight norm, non-finite samples
     data: dict  # N, classes, source and digest of the private and the public set
     parameters: int
+    correct: dict | None = None  # which of the evaluated images the averaged weights had right at the end (`packed`)
     seconds: dict[str, float] = field(default_factory=dict)  # by phase (see `log`), and in all
     where: dict = field(default_factory=dict)  # versions, hardware, commit
 
     def to_dict(self) -> dict:
-        return asdict(self)
+        """As plain values. A run without a last evaluation, and every release, has no `correct`."""
+        values = asdict(self)
+        if self.correct is None:
+            del values["correct"]
+        return values
 
     def facts(self) -> dict:
         """What must be the same when the run is repeated."""
         return {k: v for k, v in self.to_dict().items() if k not in NOT_FACTS}
+
+
+def packed(correct: np.ndarray) -> dict:
+    """Booleans (n,) as a record holds them: {"n": n, "bits": base64 of numpy.packbits}."""
+    return {"n": len(correct), "bits": base64.b64encode(np.packbits(correct).tobytes()).decode()}
+
+
+def unpacked(correct: Mapping[str, Any]) -> np.ndarray:
+    """The booleans (n,) again, in the fixed order of the evaluated set."""
+    bits = np.frombuffer(base64.b64decode(correct["bits"]), np.uint8)
+    return np.unpackbits(bits, count=correct["n"]).astype(bool)
 
 
 def where() -> dict:

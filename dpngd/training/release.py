@@ -27,6 +27,7 @@ from dpngd.methods import method
 from dpngd.training.config import RunConfig
 
 if TYPE_CHECKING:
+    from dpngd.group import Group
     from dpngd.training.record import Record
     from dpngd.training.train import Progress
 
@@ -44,18 +45,24 @@ def check_place(out: str | Path) -> None:
         raise UsageError("weights are written with safetensors, which is not installed: pip install 'dpngd[train]'")
 
 
-def release(config: RunConfig, out: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Train with secret noise and write weights and card into `out`; returns the card."""
+def release(config: RunConfig, out: str | Path, *, progress: Progress | None = None,
+            group: Group | None = None) -> dict[str, Any]:
+    """Train with secret noise and write weights and card into `out`; returns the card.
+
+    Of a `group` of processes the first one writes.
+    """
     check_place(out)
     from safetensors.torch import save
 
     from dpngd.training.train import train
 
-    trained = train(config, noise="secret", progress=progress)
+    trained = train(config, noise="secret", progress=progress, **({"group": group} if group else {}))
     if trained.record.status != "ok":  # a function of the weights alone, which are what is released
         raise UsageError(f"the weights are not finite after step {trained.record.steps} of {config.T}: nothing was "
                          "written; lower eta (the budget is spent all the same)")
     card = card_of(config, trained.record)
+    if group and group.rank:
+        return card
     weights = {name: value.detach().cpu().contiguous() for name, value in trained.model.state_dict().items()}
     folder = Path(out)
     folder.mkdir(exist_ok=True)

