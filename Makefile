@@ -4,21 +4,27 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: figures test lint lock bench clean
+.PHONY: figures test browser docs lint lock bench clean
 
 figures: $(STAMP)
 	$(BIN)/python run_all.py --profile quick
 
 test: $(STAMP)
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --ignore=tests/browser
 	$(BIN)/python -m pytest --nbval-lax --nbval-current-env notebooks   # trains what the store does not have: minutes
+
+browser: $(STAMP)
+	$(BIN)/python -m pytest -rs tests/browser   # the report and the notebooks in Chromium; skipped where there is none
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
 bench: $(STAMP)
 	$(BIN)/dpngd bench
+
+docs: $(STAMP)
+	$(BIN)/python -m dpngd.suite.pages
 
 lock: $(STAMP)
 	$(BIN)/python -m dpngd.suite.lock

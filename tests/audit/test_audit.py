@@ -50,6 +50,18 @@ def test_the_loop_in_release_mode_passes():
     assert all(line.passed for line in checks.inclusion(Subject("dp-sgd"), source=noise.secret_uniform))
 
 
+def test_a_resumed_run_passes_and_noise_on_other_sums_is_found(monkeypatch):
+    lines = checks.resume_loop()
+    assert [line.line() for line in lines if not line.passed] == []
+    assert [line.test for line in lines] == ["resume, dp-sgd", "resume, dp-ngd-private-20"]
+    assert "1 releases done again alike, 0 with other sums, [6] in all" in lines[0].measured
+    # The noise goes on from its start while the weights go on from the checkpoint: a vector meets another sum.
+    monkeypatch.setattr(noise.SeededNoise, "load_state_dict", lambda self, state: None)
+    bad = checks.resume_loop()[0]
+    assert not bad.passed
+    assert "0 with other sums" not in bad.measured
+
+
 def test_an_audit_leaves_the_optimizer_as_it_was():
     bench, engine = leaks.opacus_parts()
     optimizer, model, x, y = bench.optimizer, bench.model, bench.x, bench.y

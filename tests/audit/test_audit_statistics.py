@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from dpngd.audit import checks, estimators
 from dpngd.audit import statistics as st
 
 
@@ -77,6 +78,41 @@ def test_one_run_epsilon_is_where_the_p_value_reaches_the_level():
     low = st.one_run_epsilon(1000, 200, 180, 1e-5, 0.05)
     assert st.one_run_p(1000, 200, 180, low, 1e-5) == pytest.approx(0.05, rel=1e-4)
     assert st.one_run_epsilon(1000, 200, 100, 1e-5, 0.05) == 0.0
+
+
+# Numbers of jax-privacy 2.0.0 (CanaryScoreAuditor with an explicit threshold; its one-run functions).
+@pytest.mark.parametrize(("hits", "false", "alpha", "delta", "theirs"), [
+    (834, 163, 0.05, 1e-5, 1.46323023781873), (312, 7, 1e-3, 0.0, 2.5581210027238024),
+    (161, 1, 1e-5, 1e-3, 2.0267816239009)])
+def test_clopper_pearson_epsilon_is_that_of_jax_privacy(hits, false, alpha, delta, theirs):
+    assert st._ratio(hits, 1000, false, 1000, delta, alpha / 2) == pytest.approx(theirs, rel=1e-9)
+
+
+@pytest.mark.parametrize(("m", "guesses", "right", "alpha", "delta", "theirs"), [
+    (1000, 200, 180, 0.05, 1e-5, 1.796285070718516), (500, 300, 290, 1e-3, 1e-4, 0.8098043291978348),
+    (96, 32, 32, 1e-5, 1e-5, 0.0), (96, 32, 20, 1e-5, 1e-5, 0.0)])
+def test_one_run_epsilon_is_that_of_jax_privacy(m, guesses, right, alpha, delta, theirs):
+    assert st.one_run_epsilon(m, guesses, right, delta, alpha) == pytest.approx(theirs, abs=2e-6)
+
+
+def test_both_estimators_bound_from_below_and_agree():
+    """With the extra `audit` these are jax-privacy's own (its threshold is another one), without it ours."""
+    rng = np.random.default_rng(11)
+    inside, outside = rng.normal(2, 1, 1000), rng.normal(0, 1, 1000)
+    found, how = estimators.from_scores(inside, outside, 1e-5, 1e-3)
+    assert 0.9 * st.epsilon_lower(inside, outside, 1e-5, 1e-3) - 0.3 <= found <= st.gdp_epsilon(2.0, 1e-5)
+    assert how.startswith("Clopper-Pearson")
+    coins = rng.random(96) < 0.5
+    told, how = estimators.from_one_run(coins + 0.01 * rng.random(96), coins, 1e-7, 1e-5)
+    assert told > checks.END["epsilon"], "a run that tells every coin fails the audit"
+    assert "guesses right" in how
+    assert estimators.from_one_run(rng.random(96), coins, 1e-7, 1e-5)[0] == 0.0
+
+
+def test_jax_privacys_estimators_are_used_where_they_are_installed():
+    pytest.importorskip("jax_privacy")
+    rng = np.random.default_rng(11)
+    assert "jax-privacy" in estimators.from_scores(rng.random(50) + 1, rng.random(50), 1e-5, 0.05)[1]
 
 
 def test_the_gaussian_mechanism_is_exact():

@@ -9,8 +9,9 @@ from torch import nn
 from dpngd import curvature
 from dpngd.curvature import KFAC, LayerCurvature
 from dpngd.errors import UsageError
-from dpngd.geometry import ClampedLayer
+from dpngd.geometry import ClampedLayer, Kronecker
 from dpngd.layers import Dense
+from dpngd.layers.conv import Conv2dLayer
 from dpngd.noise import stream
 
 CLASSES = 4
@@ -345,3 +346,55 @@ def test_one_eigendecomposition_per_factor_and_refresh(monkeypatch):
     model = seeded(nn.Conv2d(1, 2, 3), nn.GroupNorm(2, 2), nn.Flatten(), nn.Linear(32, CLASSES))
     KFAC(model, images(5, 1, 6, 6), labels="exact", span=True)()
     assert sorted(sizes) == sorted([10, 2, 4, 1, 5, CLASSES])
+
+
+@pytest.mark.parametrize("least", [1e-4, 1e-2, 1.0, 1e6])
+@pytest.mark.parametrize("subset", [2, 10**6], ids=["some by LAPACK", "all, then cut"])
+def test_eigenvectors_that_no_floor_lifts_are_left_out(subset, least, monkeypatch):
+    """What whitens, clips and measures the noise is the same for every floor that is not below `least`."""
+    monkeypatch.setattr(curvature, "SUBSET", subset)
+    model = seeded(nn.Conv2d(3, 4, 3, groups=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 6, 2, groups=2),
+                   nn.Flatten(), nn.Linear(54, CLASSES))
+    x = images(7, 3, 6, 6)
+    full, cut = KFAC(model, x, labels="exact")(), KFAC(model, x, labels="exact", span=True, least=least)()
+    for floor in (least, 3 * least):
+        exact, ours = Kronecker(), Kronecker()
+        exact.set(full, floor, torch.float64)
+        ours.set(cut, floor, torch.float64)
+        u = [torch.randn(F_l.spectrum().shape, generator=stream(0, "u"), dtype=torch.float64) for F_l in full]
+        for a, b in zip(ours.back([u]), exact.back([u]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+        assert ours.noise_energy() == pytest.approx(exact.noise_energy(), rel=1e-8)
+        assert ours.clamped_share() == exact.clamped_share()
+    for F_l, S_l in zip(full, cut, strict=True):
+        torch.testing.assert_close(S_l.traces(), F_l.spectrum().sum((1, 2)), rtol=1e-8, atol=1e-12)
+        assert S_l.Q_A.shape[2] == int((F_l.lambda_A * F_l.lambda_G[:, :1].max() > least).sum(1).max())
+
+
+def test_the_images_own_factor_is_computed_once(monkeypatch):
+    """A of a layer that sees the public images does not change with the weights; of later layers it does."""
+    calls, moments = [], Conv2dLayer.second_moment
+    monkeypatch.setattr(Conv2dLayer, "second_moment", lambda self, *a: calls.append(self.name) or moments(self, *a))
+    model = seeded(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(8, CLASSES))
+    x = images(5, 3, 6, 6)
+    kfac = KFAC(model, x, labels="exact", micro_batch=3)
+    first = kfac.factors()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    again, fresh = kfac.factors(), KFAC(model, x, labels="exact", micro_batch=3).factors()
+    for (A, G), (expected_A, expected_G) in zip(again, fresh, strict=True):
+        assert torch.equal(A, expected_A)
+        assert torch.equal(G, expected_G)
+    assert torch.equal(first[0][0], again[0][0])
+    assert calls == ["2", "0"] * 2 + ["2"] * 2 + ["2", "0"] * 2
+    x.mul_(2)  # in place: what was kept is of other images
+    torch.testing.assert_close(kfac.factors()[0][0], KFAC(model, x, labels="exact", micro_batch=3).factors()[0][0],
+                               rtol=0, atol=0)
+
+
+def test_the_largest_of_a_diagonal():
+    """An embedding's A is diagonal, which has a short cut of its own."""
+    values, vectors = curvature.largest(torch.diag(torch.tensor([0.5, 3.0, 0.0, 2.0])), 0.4)
+    assert values.tolist() == [3.0, 2.0, 0.5]
+    assert vectors.tolist() == [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]

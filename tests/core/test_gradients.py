@@ -104,19 +104,22 @@ def test_one_drawn_convolution_in_float32(K, data, seed):
 # The strategies of layers.conv, each by a layer that takes it: arguments of Conv2d, (H, W), K, strategy.
 STRATEGIES = [
     pytest.param((3, 5, 3), (6, 6), 1, "unfold", id="few input channels"),
-    pytest.param((3, 5, 3, 2, 1), (7, 6), 8, "unfold", id="few input channels, 8 views"),
+    pytest.param((3, 5, 3, 2, 1), (7, 6), 8, "loop", id="few input channels, 8 views"),
+    pytest.param((3, 5, 3, 2, 1), (17, 15), 1, "grouped", id="few input channels, many positions"),
+    pytest.param((6, 4, (3, 2), 1, (1, 0), (1, 2), 2), (9, 10), 1, "grouped", id="few input channels in two groups"),
     pytest.param((8, 6, 1), (4, 4), 4, "unfold", id="1x1"),
     pytest.param((8, 6, 1, 2), (5, 4), 8, "unfold", id="1x1 with stride, 8 views"),
     pytest.param((12, 64, 3, 1, 1), (5, 5), 1, "unfold", id="many outputs, few positions"),
     pytest.param((12, 128, 3, 2, 1, 1, 2), (5, 5), 1, "unfold", id="many outputs in two groups"),
-    pytest.param((8, 6, 3, 2, 1), (6, 5), 8, "loop", id="8 views"),
+    pytest.param((8, 6, 3, 2, 1), (6, 5), 8, "grouped", id="8 views"),
+    pytest.param((8, 3, 3, 1, 1), (33, 32), 8, "loop", id="8 views, many positions"),
     pytest.param((12, 6, (3, 2), 1, "same", 1, 2), (6, 5), 8, "loop", id="8 views, two groups, same padding"),
     pytest.param((8, 6, 3, 2, 1), (6, 5), 1, "unfold", id="few positions"),
     pytest.param((8, 6, (3, 2), 2, (1, 0), (1, 2)), (6, 5), 4, "unfold", id="few positions, 4 views, dilation"),
-    pytest.param((12, 4, 3, 1, "same", 1, 2, True, "reflect"), (6, 5), 4, "unfold", id="4 views, groups, reflect"),
+    pytest.param((12, 4, 3, 1, "same", 1, 2, True, "reflect"), (6, 5), 4, "loop", id="4 views, groups, reflect"),
     pytest.param((8, 6, 3, 2, 1), (18, 17), 1, "grouped", id="one view"),
     pytest.param((8, 6, 3, 1, 2, 2), (9, 8), 4, "grouped", id="4 views, dilation"),
-    pytest.param((12, 4, 3, 1, "same", 1, 2, True, "reflect"), (9, 8), 4, "grouped", id="4 views, two groups"),
+    pytest.param((12, 4, 3, 1, "same", 1, 2, True, "reflect"), (9, 8), 4, "loop", id="4 views, two groups"),
     pytest.param((256, 128, 3, 1, 1), (3, 3), 1, "factors", id="wide"),
     pytest.param((256, 128, 3, 2, 1, 1, 1, False), (4, 4), 4, "factors", id="wide, 4 views, no bias"),
     pytest.param((256, 128, 3, 1, "same", 1, 1, True, "circular"), (2, 2), 8, "factors", id="wide, 8 views, circular"),
@@ -194,16 +197,17 @@ def test_the_networks_of_the_paper(name):
 
 
 def test_no_gradient_is_computed_twice(monkeypatch):
-    """A guard against slowness: one `gradient` per layer and micro-batch, whatever a geometry asks of it, and no group
-    norm whose statistics are computed again."""
+    """A guard against slowness: one `gradient` per layer and micro-batch, whatever a geometry asks of it, none for a
+    convolution with few positions, and no group norm whose statistics are computed again."""
     calls, gradient = [], Conv2dLayer.per_sample
     monkeypatch.setattr(Conv2dLayer, "per_sample", lambda self, *a: calls.append(self.name) or gradient(self, *a))
     monkeypatch.setattr(GroupNormLayer, "_moments", lambda *_: pytest.fail("statistics computed again"))
-    model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 64, 3, 2), nn.Flatten(),
-                                         nn.Linear(64 * 4, CLASSES)))
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 6, 3, 2), nn.Tanh(),
+                                         nn.Conv2d(6, 64, 2), nn.Flatten(), nn.Linear(64, CLASSES)))
     x, y = sample((3, 7, 7), 4, 1, torch.float32)
     geometry = Kronecker()
-    geometry.set(KFAC(model, x, labels="exact")(), 1e-3)
+    geometry.set(KFAC(model, x, labels="exact")(), 1e-1)
     per_sample = PerSample(model, check=False)
     GaussianMechanism((1.0,), 0.0, 4.0).clipped_sums([per_sample(x, y)], geometry, per_sample.zeros())
+    assert geometry.recomputed == 0
     assert calls == ["2", "0"]

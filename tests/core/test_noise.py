@@ -86,6 +86,15 @@ def test_a_stream_is_uniform():
     assert stats.kstest(u.numpy(), "uniform").pvalue > 1e-6
 
 
+def test_a_secret_stream_is_new_every_time_and_uniform():
+    torch.manual_seed(0)
+    first, second = noise.secret_stream(), noise.secret_stream()
+    u, v = (torch.rand(100_000, dtype=torch.float64, generator=g) for g in (first, second))
+    assert stats.kstest(u.numpy(), "uniform").pvalue > 1e-6
+    assert abs(float(np.corrcoef(u, v)[0, 1])) < 5 / math.sqrt(len(u))
+    assert first.initial_seed() != second.initial_seed()
+
+
 def test_secret_uniform():
     u = secret_uniform(200_000)
     assert u.dtype == torch.float64

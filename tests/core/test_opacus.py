@@ -302,8 +302,10 @@ def one_pass(model, optimizer, loader, bad, at):
 
 
 def interrupted(model, optimizer, x, y):
-    with interrupted_at(30), contextlib.suppress(KeyboardInterrupt):
-        step(model, optimizer, x, y)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    with interrupted_at(20), contextlib.suppress(KeyboardInterrupt):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(("bad", "says"), [(lambda *a: None, "did not come to its step"),
@@ -445,6 +447,8 @@ def test_private_images_are_refused_as_public():
             with pytest.raises(UsageError, match="public image 11 is also private image 5"):
                 build(copied(change), private=told)
     build(PUBLIC, private=DATA)
+    with pytest.raises(UsageError, match=r"public images reach .* and private ones .*: normalise both in the same way"):
+        build(PUBLIC * 64, private=DATA)
     with pytest.raises(UsageError, match=r"public images are \(1, 8, 8\), private ones \(1, 6, 6\)"):
         build(PUBLIC, private=DATA.tensors[0][:, :, :6, :6])
 
@@ -452,10 +456,11 @@ def test_private_images_are_refused_as_public():
 @pytest.mark.parametrize(("public", "says"), [
     (PUBLIC[:49], "there are 49 public images: curvature needs at least 50"),
     ((PUBLIC * 50 + 100).to(torch.uint8), "public images are uint8: pass floats"),
+    (((PUBLIC * 50 + 100).clamp(0, 255)).round(), "public images are whole numbers up to .*: pass them as the model"),
     (torch.cat([PUBLIC, torch.full_like(PUBLIC[:1], torch.inf)]), "not finite"),
     (PUBLIC[:, :, :6], r"cannot take public images of shape \(1, 6, 8\)"),
     (PUBLIC.expand(-1, 3, -1, -1), r"cannot take public images of shape \(3, 8, 8\)"),
-], ids=["few", "uint8", "inf", "height", "channels"])
+], ids=["few", "uint8", "bytes as floats", "inf", "height", "channels"])
 def test_public_images_are_checked_at_once(public, says):
     _, model, optimizer, _ = private()
     with pytest.raises(UsageError, match=says) as refusal:

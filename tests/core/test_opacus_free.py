@@ -258,7 +258,21 @@ def test_a_floor_that_clamps_all_or_nothing_is_warned_of_once(floor, message):
     ({"shape": (3, 8, 8)}, r"public images of shape \(3, 8, 8\)"),
     ({"public": "nois"}, "unknown images 'nois': did you mean 'noise'"),
     ({"public": torch.zeros(60, *SHAPE)}, "shape is for images that are made"),
-    ({"T": 0}, "T"),
+    ({"T": 0}, "T is 0"),
+    ({"T": 2.5}, "T is 2.5: it must be a whole number"),
+    ({"T": "6"}, "T is '6'"),
+    ({"T_cur": 0}, "T_cur is 0"),
+    ({"T_cur": 2.5}, "T_cur is 2.5"),
+    ({"T1": "x"}, "T1 is 'x': it must be a number"),
+    ({"probe": -5}, "probe is -5"),
+    ({"probe": 16.5}, "probe is 16.5"),
+    ({"lambda_safe": None}, "lambda_safe is None: it must be a positive number, or 'auto'"),
+    ({"lambda_safe": True}, "lambda_safe is True"),
+    ({"clip_ratio": True}, "clip_ratio is True"),
+    ({"shape": (1, 16, 16)}, r"public images of shape \(1, 16, 16\)"),
+    ({"public": 5, "shape": None}, "public is 5: pass a tensor"),
+    ({"public": {"a": 1}, "shape": None}, "batches of str: a batch must be a tensor of images"),
+    ({"private": 3}, "private is a int: pass the private data set"),
 ])
 def test_bad_input_is_one_line_at_construction(settings, message):
     with pytest.raises(UsageError, match=message) as caught:

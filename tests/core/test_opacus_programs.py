@@ -64,6 +64,12 @@ def image_network():
                          nn.Linear(64, CLASSES))
 
 
+def conv_network():
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(),
+                         nn.Conv2d(4, 8, 3, padding=1, stride=2, groups=2), nn.ReLU(), nn.Conv2d(8, 32, 2, dilation=2),
+                         nn.GroupNorm(4, 32), nn.ReLU(), nn.Flatten(), nn.Linear(32, CLASSES))
+
+
 def sequence_network():
     return nn.Sequential(nn.Linear(3, D), nn.Tanh(), nn.LayerNorm(D), nn.Linear(D, D), nn.Flatten(),
                          nn.Linear(D * L, CLASSES))
@@ -77,7 +83,8 @@ def random(kind, n, seed):
 
 
 PROGRAMS = {"transformer": (Transformer, "tokens"), "bag": (Bag, "tokens"), "signals": (signal_network, "signals"),
-            "images": (image_network, "images"), "sequences": (sequence_network, "sequences")}
+            "images": (image_network, "images"), "convolutions": (conv_network, "images"),
+            "sequences": (sequence_network, "sequences")}
 
 
 def program(name="transformer", sigma=0.0, inside=None, freeze=None, build=None, **options):

@@ -85,6 +85,7 @@ def test_validation_is_part_of_the_training_set_and_never_of_the_test_set(cifar)
         ({"validation": -0.1}, r"validation is -0\.1"),
         ({"validation": 0.001}, "leaves one part empty"),
         ({"target": "gender"}, "cifar10 has no target 'gender'"),
+        ({"test_share": 0.5}, r"test_share = 0\.5: only for sets that have no official split \(.*digits\), not"),
     ],
 )
 def test_wrong_arguments_are_refused(cifar, arguments, message):
@@ -108,6 +109,18 @@ def test_digits_are_whole_stratified_and_always_split_alike():
     assert torch.equal(data.x_test, other.x_test)
     # The split itself: a change of it would make accuracies incomparable with those stored before.
     assert data.digest == "e192f2c2047799f7383c8996101016c936e92ca70ed287c5f37b7e4e5a0fb0d3"
+
+
+def test_the_share_of_our_own_test_split_can_be_chosen():
+    tenth, half = (split_faces(faces(), test_share=share) for share in (0.1, 0.5))
+    small, large = ({i.tobytes() for i in part["x_test"]} for part in (tenth, half))
+    assert (len(small), len(large)) == (30, 150)
+    assert small < large, "the larger test set has the smaller one"
+    assert not large & {i.tobytes() for i in half["x_train"]}
+    digits = load_private("digits", test_share=0.5, N=800)
+    assert (digits.N, len(digits.x_test)) == (800, 899)
+    with pytest.raises(UsageError, match=r"test_share = 1: it is a share of all images, above 0 and below 1"):
+        load_private("digits", test_share=1)
 
 
 def test_distinct_keeps_the_first_of_each_group():

@@ -14,6 +14,7 @@ VALUES = {
     "public": "photos", "public_size": 50, "C": 0.7, "lambda_safe": 0.2, "lambda_base": 0.05, "T1": 0.25, "p": 2.0,
     "T_cur": 3, "adadps_e": 1e-4, "C0": 0.9, "C1": 0.4, "gep_directions": 12, "pt_steps": 5, "pt_eta": 0.05,
     "curvature_C": 0.6, "kl_budget": 2.0, "kl_noise": 1.0, "probe": 16, "floor_rank": 0.02, "clip_ratio": 0.9,
+    "eta_sgd": 0.5, "C_sgd": 1.1,
 }
 """No two clips are equal, so that a channel clipped to another's is seen."""
 

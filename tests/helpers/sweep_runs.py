@@ -30,6 +30,12 @@ def good(config):
     return {"status": "ok", "accuracy": config.seed / 10}
 
 
+def large(config):
+    """A record of 20 KB."""
+    note(config)
+    return {"status": "ok", "accuracy": 0.5, "words": "x" * 20_000}
+
+
 def slow(config):
     note(config)
     time.sleep(0.4)
@@ -86,3 +92,15 @@ def dataclass_with_threads(config):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # as a careless run might: the next one must not inherit it
     return Result("diverged", threads)
+
+
+def killed_once_and_3_fails(config):
+    """Seed 1 waits to be killed, the first time."""
+    note(config)
+    if config.seed == 3:
+        raise RuntimeError("no luck")
+    if config.seed == 1:
+        lines = Path(os.environ["SWEEP_LOG"]).read_text().splitlines()
+        if sum(line.startswith("1 ") for line in lines) == 1:
+            time.sleep(3600)
+    return {"status": "ok", "accuracy": config.seed / 10}

@@ -22,14 +22,14 @@ from dpngd.privacy import composed
 
 HUGE = 1e12
 PUBLIC_ARMS = [m for m in METHODS if m.startswith("dp-ngd") and METHODS[m].rate and not METHODS[m].curvature_share]
-NO_RATE = [m for m in METHODS if not METHODS[m].rate]
+NO_RATE = [m for m in METHODS if METHODS[m].kl_step and METHODS[m].second_order]
 KINDS = ["plain", "zero", "nan", "inf", "duplicate", "1e-20", "1e3", "1e8", "1e18", "1e30"]
 BATCHES = st.lists(st.sampled_from(KINDS), min_size=1, max_size=7)
 
 
 def clips(name):
     c = config(name)
-    if name in NO_RATE:  # C is found from public images: the test of that is below
+    if not METHODS[name].rate:  # C is found from public images: the test of that is below
         return prepared(name)[0].mechanism.clips
     return (c.C0, c.C1) if name == "gep" else (c.C,)
 
@@ -95,7 +95,8 @@ def directions(name):
     if hasattr(m.geometry, "curvature"):
         ends = []
         for at in (0, -1):
-            blocks = [torch.einsum("ro,ri->roi", F.Q_G[..., at], F.Q_A[..., at]) for F in m.geometry.curvature]
+            blocks = [torch.einsum("ro,ri->roi", F.Q_G[..., at], F.Q_A[..., at] if F.Q_A.shape[2] else  # all left out
+                                   F.Q_A.new_ones(F.Q_A.shape[:2])) for F in m.geometry.curvature]
             ends.append(flatten(blocks).unsqueeze(0).to(zeros[0]))
         rows += [*ends, ends[0] + 1e-6 * ends[1]]
     rows = torch.cat(rows)
@@ -215,6 +216,30 @@ def test_without_a_rate_floor_and_clip_are_those_of_the_public_images_and_the_re
     torch.testing.assert_close(flatten(release.direction), exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
 
 
+def test_the_rate_follows_from_the_floor_by_rank_and_dp_sgds():
+    """dp-ngd-auto is dp-ngd at the floor that F has at the start: the same release, and eta from the equation."""
+    s = setting("dp-ngd-auto", dtype=torch.float64)
+    m = build(s)
+    F = KFAC(network(torch.float64), images(20, "public", torch.float64), generator=stream(3, "labels"))()
+    spectrum = torch.cat([layer.spectrum().flatten() for layer in F]).sort(descending=True).values
+    floor = float(spectrum[int(0.02 * len(spectrum))])
+    eta = 0.5 * 1.1 * math.sqrt(floor) / 0.7  # eta_sgd C_sgd sqrt(lambda_safe) / C
+    assert m.steps.eta == pytest.approx(eta, rel=1e-9)
+    assert m.mechanism.clips == (0.7,)
+    same = build(setting("dp-ngd", dtype=torch.float64, lambda_safe=floor, lambda_base=floor / 4, eta=eta))
+    x, y = images(9, "private", torch.float64), labels(9)
+    for t in range(4):
+        m.prepare(t)
+        same.prepare(t)
+        assert m.geometry.lambda_t == pytest.approx(same.geometry.lambda_t)
+        releases = [b.mechanism.release(iter([s.per_sample(x, y)]), b.geometry, s.per_sample.zeros(), seeded_noise(t))
+                    for b in (m, same)]
+        torch.testing.assert_close(*[flatten(r.direction) for r in releases])
+    assert m.diagnose()["eta"] == m.steps.eta
+    guarded = build(setting("dp-ngd-auto", kl_radius=0.1))
+    assert guarded.steps.kl_radius == 0.1
+
+
 @pytest.mark.parametrize("name", NO_RATE)
 def test_the_noises_own_kl_is_half_its_variance_times_the_trace(name):
     """E[u' F u] / 2 for u = R xi sigma C / B, with F as estimated, and R from its clamped eigenvalues; dense."""
@@ -225,6 +250,26 @@ def test_the_noises_own_kl_is_half_its_variance_times_the_trace(name):
         R = dense_power(F, m.geometry.lambda_t, METHODS[name].right)
         trace = float((R @ dense_power(F, 1e-300, 1) @ R).trace())
         assert m.noise_kl() == pytest.approx((1.5 * m.mechanism.clips[0] / 8) ** 2 / 2 * trace, rel=1e-6)
+
+
+def test_adadps_without_a_rate_is_the_formula_with_constants_of_the_public_images():
+    """L = 1 / (sqrt(v) + e), R = I; e the root of v at the rank, C the median norm times the ratio; noise tr(F)."""
+    model, public = network(torch.float64), images(20, "public", torch.float64)
+    s = setting("adadps-kl", model=model, sigma=1.5, dtype=torch.float64, clip_ratio=0.9)
+    m = build(s)
+    drawn = stream(3, "labels")
+
+    def rows(x, y):
+        return torch.cat([part.flatten(1) for part in per_sample(model, x, y)[0]], 1)
+
+    first, second = (rows(public, sampled_labels(model, public, drawn)).square().mean(0) for _ in range(2))
+    e = first.sort(descending=True).values[int(0.02 * len(first))].sqrt()
+    norms = (rows(public, sampled_labels(model, public, stream(3, "clip"))) / (first.sqrt() + e)).norm(dim=1)
+    C = 0.9 * float(norms.median())
+    assert m.mechanism.clips == pytest.approx((C,), rel=1e-6)
+    m.prepare(0)
+    torch.testing.assert_close(flatten(m.geometry.scale), 1 / (second.sqrt() + e))
+    assert m.noise_kl() == pytest.approx((1.5 * C / 8) ** 2 / 2 * float(second.sum()), rel=1e-6)
 
 
 def test_the_floor_falls_and_rises_with_t():

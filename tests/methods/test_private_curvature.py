@@ -107,6 +107,18 @@ def test_released_factors_hold_noise_of_the_stated_size():
         assert float(drawn.std()) == pytest.approx(2**0.5 * 3.0 * C / 9, rel=5 / (2 * len(drawn)) ** 0.5)
 
 
+def test_an_empty_micro_batch_releases_noise_alone():
+    """As no batch at all does, and as a batch of samples without the empty one."""
+    empty = images(0), labels(0)
+    one, two, none = (private(sigma=3.0)(batches) for batches in ([empty], [empty, empty], []))
+    for a, b, c in zip(one, two, none, strict=True):
+        assert torch.equal(a.lambda_A, c.lambda_A)
+        assert torch.equal(b.lambda_G, c.lambda_G)
+    x = images(9)
+    for a, b in zip(private()([(x, None)]), private()([empty, (x, None), empty]), strict=True):
+        assert torch.equal(a.lambda_G, b.lambda_G)
+
+
 def test_noise_reaches_the_curvature_and_differs_from_release_to_release():
     x = images(9)
     clean, noisy = private()([(x, None)]), private(sigma=3.0)

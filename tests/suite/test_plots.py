@@ -5,10 +5,11 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from claim_runs import artifact
 from suite_records import runs_of
 
 from dpngd.methods import METHODS, baselines
-from dpngd.suite import figures, motivation, plots, profiles, stats, tables
+from dpngd.suite import claims, figures, motivation, plots, profiles, rules, stats, tables
 from dpngd.suite.rules import varying
 
 QUICK, CPU, PAPER = (profiles.load(name) for name in ("quick", "cpu", "paper"))
@@ -49,9 +50,9 @@ def test_a_mean_has_its_interval_and_one_run_has_none():
 def test_the_papers_accuracies_stand_beside_its_own_network_only():
     assert not hollows(figures.utility(made(QUICK, "utility_table")))
     cpu, paper = (figures.utility(made(p, "utility_table")) for p in (CPU, PAPER))
-    cells = 15 * 5
-    assert len(hollows(cpu)) == cells, "leads only: the small network's accuracies are not the paper's"
-    assert len(hollows(paper)) == 2 * cells
+    leads, accuracies = 15 * 4, 15 * 5
+    assert len(hollows(cpu)) == leads, "leads over DP-SGD only: the small network's accuracies are not the paper's"
+    assert len(hollows(paper)) == leads + accuracies
     top = {round(float(line.get_ydata()[0]), 2) for ax in paper.axes[:3] for line in ax.lines
            if line.get_markerfacecolor() == "white"}
     assert {60.78, 84.65, 62.95} <= top
@@ -61,14 +62,19 @@ def test_every_result_figure_draws(tmp_path):
     robustness = made(QUICK, "robustness")
     drawn = {
         "utility": figures.utility(made(QUICK, "utility_table")),
-        "convergence": figures.curves(made(QUICK, "convergence"), "T", "steps", peak=True),
-        "sizes": figures.curves(made(QUICK, "sample_efficiency"), "public_size", "images", log=True),
+        "convergence": figures.convergence(made(QUICK, "convergence")),
+        "sizes": figures.sizes(made(QUICK, "sample_efficiency")),
         "sources": figures.sources(made(QUICK, "sources")),
         "decoupling": figures.arms(made(CPU, "ablation_decoupling"), "ablation_decoupling"),
-        "half_rate": figures.arms_at_half_rate(made(CPU, "ablation_clipping") + made(CPU, "rates")),
-        "networks": figures.networks(made(CPU, "networks") + made(CPU, "networks_half")),
+        "bound": figures.bound(runs_of(artifact("bound"), lambda c: 50 + c.eta + 0.1 * c.seed)),
+        "lead": figures.lead(made(CPU, "utility_table")),
+        "two rates": figures.arms(made(CPU, "ablation_clipping"), "ablation_clipping",
+                                  made(CPU, "ablation_clipping_equal")),
+        "pretraining": figures.pretraining(made(CPU, "pretraining")),
+        "networks": figures.networks(made(CPU, "networks")),
+        "views": figures.views(made(CPU, "views")),
+        "whole": figures.whole(made(CPU, "whole"), made(CPU, "utility_table")),
         "releases": figures.releases(made(CPU, "releases")),
-        "open_choices": figures.arms(made(CPU, "open_choices"), "open_choices"),
         "floors": figures.floors(made(QUICK, "ablation_floor")),
         "overhead": figures.overhead(made(QUICK, "overhead")),
         "robustness": figures.robustness(robustness, {a: varying(robustness, a) for a in ("T_cur", "p", "T1")}),
@@ -82,17 +88,92 @@ def test_every_result_figure_draws(tmp_path):
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
 
 
-def test_nothing_run_draws_empty_panels_without_warnings():
-    nothing = runs_of(CPU.configs("ablation_floor"), lambda c: {}["none"])
-    figures.floors(nothing).canvas.draw()
-    robustness = runs_of(CPU.configs("robustness"), lambda c: {}["none"])
-    figures.robustness(robustness, {a: varying(robustness, a) for a in ("T_cur", "p", "T1")}).canvas.draw()
-    for name in ("utility_table", "convergence", "sources", "ablation_clipping", "releases", "overhead"):
-        runs = runs_of(CPU.configs(name), lambda c: {}["none"])
-        figure = {"utility_table": figures.utility, "sources": figures.sources, "overhead": figures.overhead,
-                  "releases": figures.releases, "ablation_clipping": lambda r: figures.arms(r, "ablation_clipping"),
-                  "convergence": lambda r: figures.curves(r, "T", "steps", peak=True)}[name](runs)
-        figure.canvas.draw()
+DRAWN = {"utility_table": figures.utility, "sources": figures.sources, "overhead": figures.overhead,
+         "releases": figures.releases, "ablation_clipping": lambda r: figures.arms(r, "ablation_clipping"),
+         "convergence": figures.convergence, "sample_efficiency": figures.sizes, "pretraining": figures.pretraining,
+         "networks": figures.networks, "views": figures.views, "whole": lambda r: figures.whole(r, r),
+         "bound": figures.bound, "ablation_floor": figures.floors, "tuning": figures.trials,
+         "robustness": lambda r: figures.robustness(r, {a: varying(r, a) for a in ("T_cur", "p", "T1")})}
+
+
+@pytest.mark.parametrize("name", [*DRAWN, "lead"])
+def test_nothing_run_is_an_empty_figure_and_half_of_it_is_drawn(name):
+    configs = CPU.configs("utility_table" if name == "lead" else name)
+    draw = DRAWN.get(name, figures.lead)
+    nothing = draw(runs_of(configs, lambda c: {}["none"]))
+    assert plots.is_empty(nothing)
+    nothing.canvas.draw()
+    some = draw(runs_of(configs, lambda c: {True: 50.0 + c.seed % 7}[c.epsilon < 3 and c.method != "dp-sgd-pt"]))
+    some.canvas.draw()
+    if name not in ("pretraining", "lead"):
+        assert not plots.is_empty(some)
+
+
+def test_what_leaves_the_axis_ends_in_an_arrow_with_its_number():
+    _, (ax,) = plots.new()
+    for x, values in enumerate(([50.0, 50.5, 51.0], [52.0, 52.5, 53.0], [20.0, 51.0, 82.0])):
+        plots.point(ax, x, stats.mean(values), "dp-ngd")
+    estimates = [stats.mean(v) for v in ([50.0, 50.5, 51.0], [52.0, 52.5, 53.0], [20.0, 51.0, 82.0])]
+    plots.settle(ax, [e.mean for e in estimates], intervals=estimates)
+    low, high = ax.get_ylim()
+    assert high - low < 8, "the wide interval does not flatten the others"
+    wide = estimates[2]
+    assert [t.get_text() for t in ax.texts] == [f"{wide.low:.1f}", f"{wide.high:.1f}"]
+    arrows = {line.get_marker(): line.get_xydata()[0] for line in ax.lines if line.get_marker() in ("v", "^")}
+    assert arrows["v"] == pytest.approx([2.0, low])
+    assert arrows["^"] == pytest.approx([2.0, high])
+
+
+def test_a_diverged_arm_does_not_set_the_axis():
+    runs = runs_of(CPU.configs("ablation_clipping", epsilons=[2.0]),
+                   lambda c: {"dp-ngd": 50.0, "dp-ngd-post": 48.0, "dp-ngd-pre": None}[c.method] and
+                   {"dp-ngd": 50.0, "dp-ngd-post": 48.0}[c.method] + 0.1 * (c.seed % 5))
+    figure = figures.arms(runs, "ablation_clipping")
+    (ax,) = figure.axes
+    assert ax.get_xlim()[1] < 16
+    texts = [t.get_text() for t in ax.texts]
+    assert "8 of 8 diverged: chance" in texts
+    assert "40.2" in texts, "and an arrow says how far away it is: 50.2 less chance"
+
+
+def test_the_lead_is_the_claims_and_the_papers_is_beside_it():
+    runs = made(CPU, "utility_table")
+    table = tables.leads(runs)
+    decided = {p.name: p.estimate for p in rules.best_in_every_cell(runs).parts}
+    order = [m for m in METHODS if METHODS[m].baseline]
+    for row in table[table["name"] == "dp-ngd"].itertuples():
+        claimed = decided[f"{row.data} ε={row.epsilon:g} over {order[-1]}"]  # the last has the highest mean here
+        assert (row.lead, row.low, row.high) == pytest.approx((claimed.mean, claimed.low, claimed.high))
+        assert row.paper == pytest.approx(claims.paper_leads()[row.data, row.epsilon])
+    free = table[table["name"] == "dp-ngd-free"]
+    assert len(free) == 15
+    assert free["paper"].isna().all()
+    assert len(hollows(figures.lead(runs))) == 15
+
+
+def test_the_matrix_has_the_best_in_bold():
+    table = tables.accuracy(made(CPU, "utility_table"), "utility_table")
+    shown = tables.matrix(table)
+    assert list(shown.columns) == ["data set", "method", "ε = 1", "ε = 2", "ε = 4", "ε = 6", "ε = 8"]
+    assert len(shown) == 3 * 7
+    best = shown[shown["ε = 1"].str.startswith("**")]
+    assert list(best["method"]) == [plots.label("dp-ngd-free")] * 3, "the last of the methods is made the best here"
+
+
+def test_the_bench_is_told_with_goals_or_without():
+    report = {"models": {"small": {"batch": 8, "contenders": {"dp-sgd": {"median": 1.0}, "dp-ngd": {"median": 1.1}}}},
+              "ratio": {"small": {"dp_ngd_over_dp_sgd": 1.1, "opacus_over_dp_sgd": 1.5, "unknown": 3.0}}}
+    shown, _, caption, _ = tables.bench_ratios(report)
+    assert "no goals" in caption
+    assert list(shown["measured"]) == ["1.10", "1.50"]
+    assert shown["the paper (RTX 3090)"][0] == "CIFAR-10 2.69; SVHN 2.93"
+    goals = {"dp_ngd_over_dp_sgd": {"small": 1.15}, "opacus_over_dp_sgd": {"small": 2.0}}
+    told = tables.bench_ratios({**report, "goals": goals})[0]
+    assert list(told["goal"]) == ["at most 1.15", "at least 2"]
+    assert list(told["reached"]) == ["yes", "no"]
+    assert len(tables.bench_seconds(report)[0]) == 2
+    assert tables.bench_ratios({})[0].empty
+    assert tables.bench_seconds({})[0].empty
 
 
 def test_the_same_data_give_the_same_files(tmp_path):
@@ -125,7 +206,7 @@ def test_tables_say_what_is_missing_and_what_diverged():
                    lambda c: {"dp-ngd": 90.0 + c.seed, "dp-ngd-no-floor": None}[c.method])
     shown = tables.shown(tables.accuracy(runs, "ablation_floor")).set_index("method")["accuracy, 95% interval"]
     assert shown["DP-NGD"] == "90.5 ± 6.4 (n=2)"
-    assert shown["no floor"] == "diverged"
+    assert shown["no floor"] == "10.0 (n=2, 2 diverged: chance)"
     assert shown["fixed floor"] == "not run"
 
 
@@ -148,7 +229,8 @@ def test_the_motivation_figure_is_computed(valley):
     assert len(sgd) == len(ngd) == 26
     away = {m: np.linalg.norm(p[-1] - valley.optimum) for m, p in valley.paths.items()}
     assert away["dp-ngd"] < 0.5 * away["dp-sgd"]
-    assert valley.losses["dp-ngd"][-1] < 0.9 * valley.losses["dp-sgd"][-1]
+    assert (valley.losses["dp-ngd"][:, -1] < 0.95 * valley.losses["dp-sgd"][:, -1]).all(), "in every draw of the noise"
+    assert {m: p.shape for m, p in valley.every.items()} == {m: (8, 26, 2) for m in ("dp-sgd", "dp-ngd")}
     assert valley.sigma > 1
     figures.trajectories(valley).canvas.draw()
 

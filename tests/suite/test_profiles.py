@@ -9,7 +9,7 @@ import pytest
 from dpngd.errors import UsageError
 from dpngd.methods import METHODS
 from dpngd.suite import paths, profiles
-from dpngd.suite.params import merge, number, pick, profile_names, published
+from dpngd.suite.params import interpolated, merge, nearest, number, pick, profile_names, published
 from dpngd.suite.profiles import load
 
 SHIPPED = ["cpu", "paper", "quick"]
@@ -39,7 +39,7 @@ def test_paper_yaml_has_the_papers_values():
     gep = paper.config("gep", "svhn", 1, 0)
     assert (stated["C of GEP's embedding"], stated["C of GEP's residual"]) == (gep.C0, gep.C1)
     table_2 = paper.configs("utility_table")
-    assert len(table_2) == 5 * 3 * 5 * stated["seeds"]
+    assert len(table_2) == 7 * 3 * 5 * stated["seeds"], "the paper's five methods, and two of ours"
     assert sorted({c.epsilon for c in table_2}) == stated["epsilons"]
     axes = published()["robustness"]["axes"]
     assert paper.artifact("robustness")["vary"] == {name: axis["values"] for name, axis in axes.items()}
@@ -52,30 +52,76 @@ def test_paper_yaml_has_the_papers_values():
         assert all(T % epoch == 0 for T in optimal["T"][data])
 
 
+def sgd_rate(profile, c):
+    """eta_sgd of a run's data set, epsilon and T, read from the files again, without `Profile`."""
+    tables = profile.settings["tuned"].get("eta_sgd", {})
+    own_network = c.model != profile.settings["data"][c.data]["model"]
+    table = (tables.get(f"{c.data}/{c.model}") if own_network else None) or tables.get(c.data)
+    if not table:
+        return profile.settings["methods"]["dp-sgd"]["eta"]
+    by_T = table[min(table, key=lambda e: (abs(math.log(e / c.epsilon)), e))]
+    below, above = max((T for T in by_T if T <= c.T), default=None), min((T for T in by_T if T >= c.T), default=None)
+    if below is None or above is None or below == above:
+        return by_T[above if below is None else below]
+    share = (math.log(c.T) - math.log(below)) / (math.log(above) - math.log(below))
+    return math.exp((1 - share) * math.log(by_T[below]) + share * math.log(by_T[above]))
+
+
+def reach(c):
+    """eta S lambda_safe^r, written out again for each kind of method."""
+    if c.method == "gep":
+        return c.eta * math.sqrt(c.C0**2 + c.C1**2)
+    if c.method in ("dp-sgd", "dp-sgd-pt", "adadps", "dp-ngd-post", "dp-ngd-one-sided"):
+        return c.eta * c.C
+    if c.method == "dp-ngd-pre":
+        return c.eta * c.C / c.lambda_safe
+    return c.eta * c.C / math.sqrt(c.lambda_safe)
+
+
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_run_follows_the_step_rule(name):
-    """eta S lambda_safe^-r = rate eta_sgd C_sgd, written out again for each kind of method; rate was tuned."""
+def test_every_run_keeps_the_equation_but_where_it_is_studied(name):
+    """eta S lambda_safe^r = rate eta_sgd C_sgd: rate is 1 for DP-NGD, and what was tuned for baselines and arms."""
     profile = load(name)
-    tuned = [a for a in profile.artifacts if a not in profiles.SEARCHES
-             and not any("rate" in axis.split("+") for axis in profile.artifact(a)["vary"])]
-    for c in (c for artifact in tuned for c in profile.configs(artifact)):
-        stated = (profile.setting(n, "dp-sgd", c.data, c.epsilon) for n in ("eta", "C"))
-        step = math.prod(stated) * profile.tuned(c.method, c.data, c.model)["rate"]
-        if c.method == "gep":
-            reach = c.eta * math.sqrt(c.C0**2 + c.C1**2)
-        elif c.method in ("dp-sgd", "dp-sgd-pt", "adadps", "dp-ngd-post", "dp-ngd-one-sided"):
-            reach = c.eta * c.C
-        elif c.method == "dp-ngd-pre":
-            reach = c.eta * c.C / c.lambda_safe
-        elif c.method == "dp-ngd-no-floor":  # it has no floor to follow: its rate is DP-NGD's
-            ngd = profile.config("dp-ngd", c.data, c.epsilon, c.seed)
-            assert (c.eta, c.C) == (ngd.eta, ngd.C)
-            continue
-        else:
-            reach = c.eta * c.C / math.sqrt(c.lambda_safe)
-            if c.lambda_base is not None:
-                assert c.lambda_base == pytest.approx(c.lambda_safe / 4, rel=1e-5)
-        assert reach == pytest.approx(step, rel=1e-5), c.label()
+    seen = set()
+    for artifact in profile.artifacts:
+        equal = artifact.endswith("_equal")
+        for c in profile.configs(artifact):
+            seen.add(c.method)
+            if METHODS[c.method].kl_step or artifact == profiles.GATE or (artifact in profiles.SEARCHES
+                                                                          and c.method != "dp-ngd"):
+                continue  # no rate, or one that is being searched for
+            eta_sgd, C_sgd = sgd_rate(profile, c), profile.settings["methods"]["dp-sgd"]["C"]
+            if METHODS[c.method].finds_rate:
+                assert (c.eta_sgd, c.C_sgd) == (pytest.approx(eta_sgd, rel=1e-5), C_sgd)
+                continue
+            if c.method == "dp-ngd-no-floor":  # it has no floor to follow: its rate is DP-NGD's
+                ngd = profile.config("dp-ngd", c.data, c.epsilon, c.seed)
+                assert (c.eta, c.C, c.T) == (ngd.eta, ngd.C, ngd.T)
+                continue
+            chosen = profile.tuned(c.method, c.data, c.epsilon, c.model)
+            rate = 1.0 if equal or c.method == "dp-ngd" else chosen.get("rate", 1.0)
+            kept = reach(c) == pytest.approx(rate * eta_sgd * C_sgd, rel=1e-5)
+            if artifact == profiles.BREAKS:
+                base = profile.config("dp-ngd", c.data, c.epsilon, c.seed)
+                assert kept == (c.lambda_safe != base.lambda_safe or c.eta == base.eta), c.label()
+            else:
+                assert kept, c.label()
+    assert seen == set(METHODS)
+
+
+def test_breaking_the_bound_stands_beside_keeping_it_at_the_same_rates():
+    for name in SHIPPED:
+        profile = load(name)
+        first = (profile.artifact("bound")["seeds"] or profile.seeds)[0]
+        runs = [c for c in profile.configs("bound") if c.seed == first]
+        base = runs[0]
+        broken = sorted(c.eta / base.eta for c in runs if c.lambda_safe == base.lambda_safe)
+        kept = {round(c.eta / base.eta, 4): c.lambda_safe / base.lambda_safe for c in runs
+                if c.lambda_safe != base.lambda_safe}
+        assert broken == pytest.approx(sorted([1.0, *kept]), rel=1e-4)
+        assert all(floor == pytest.approx(factor**2, rel=1e-4) for factor, floor in kept.items())
+        assert all(c.lambda_base / c.lambda_safe == pytest.approx(base.lambda_base / base.lambda_safe, rel=1e-4)
+                   for c in runs)
 
 
 def test_at_the_floor_all_clipping_spaces_clip_the_same_gradients():
@@ -98,13 +144,13 @@ def test_artifacts_share_their_runs(name):
     assert keys["sample_efficiency"] & keys["robustness"], "500 public images are the default"
     assert keys["ablation_clipping"] & keys["ablation_ours"] & keys["ablation_decoupling"]
     assert keys["ablation_floor"] & keys["utility_table"]
-    assert not keys["tuning"] & set().union(*(k for a, k in keys.items() if a not in profiles.SEARCHES))
+    assert keys["whole"] <= keys["utility_table"] or name == "cpu", "the others have the whole set anyway"
+    assert not keys["tuning"] & set().union(*(k for a, k in keys.items() if a not in profiles.FIXED))
     assert len(profile.all_configs()) == len({c.key() for a in profile.artifacts for c in profile.configs(a)})
-    assert {c.method for c in profile.all_configs()} == {m for m in METHODS if METHODS[m].rate}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-@pytest.mark.parametrize("method", [m for m in METHODS if not METHODS[m].rate])
+@pytest.mark.parametrize("method", [m for m in METHODS if METHODS[m].kl_step])
 def test_a_method_without_a_rate_is_built_from_its_settings_alone(name, method):
     profile = load(name)
     for data, row in profile.settings["artifacts"]["utility_table"]["cells"].items():
@@ -117,34 +163,72 @@ def test_a_method_without_a_rate_is_built_from_its_settings_alone(name, method):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_tuning_is_fair_and_apart(name):
     profile = load(name)
-    every, section = profile.configs("tuning"), profile.settings["tuning"]
-    repeats = Counter((c.method, c.data) for c in every if c.seed not in section["seeds"])
-    assert set(repeats.values()) <= {section["repeat"]["best"] * len(section["repeat"]["seeds"])}
-    runs = [c for c in every if c.seed in section["seeds"]]
-    arms = Counter(c.method for c in runs if METHODS[c.method].arm_of)
-    assert len(set(arms.values())) <= 1, f"unequal numbers of trials: {arms}"
-    trials = Counter((c.method, c.data) for c in runs if not METHODS[c.method].arm_of)
-    assert len(set(trials.values())) == 1, f"unequal numbers of trials: {trials}"
-    assert {m for m, _ in trials} == {"dp-sgd", "dp-sgd-pt", "gep", "adadps", "dp-ngd"}
+    section = profile.settings["tuning"]
+    cells = [(d, e) for d, row in section["cells"].items() for e in row]
+    trials = {}
+    for method in section["grid"]:
+        for data, epsilon in cells:
+            first = profile.trials(method, data, epsilon)
+            curve = section["curve"].get(data, {}).get(epsilon, []) if method == "dp-sgd" else []
+            trials[method, data, epsilon] = len([c for _, c in first if c.T not in curve])
+    arms = {n for (m, *_), n in trials.items() if METHODS[m].arm_of and n}
+    methods = {n for (m, *_), n in trials.items() if not METHODS[m].arm_of}
+    assert len(arms) == len(methods) == 1, f"unequal numbers of trials: {trials}"
+    assert {m for m, *_ in trials if not METHODS[m].arm_of} == {"dp-sgd", "dp-sgd-pt", "gep", "adadps", "dp-ngd"}
+    every = profile.configs("tuning")
     assert all(c.validation > 0 for c in every)
-    assert not {c.seed for c in every} & set(profile.seeds)
+    results = [c for a in profile.artifacts if a not in profiles.FIXED for c in profile.configs(a)]
+    assert not {c.seed for c in every} & {c.seed for c in results}
     other = profile.configs("tuning_networks") if "tuning_networks" in profile.artifacts else []
-    assert len({n for n in Counter(c.method for c in other if c.seed == section["seeds"][0]).values()}) <= 1
-    assert {c.method for c in other} in (set(), {c.method for c in profile.configs("networks")})
+    first = Counter(c.method for c in other if c.seed == section["seeds"][0])
+    assert len(set(first.values())) <= 1
+    assert set(first) in (set(), {c.method for c in profile.configs("networks") if METHODS[c.method].rate})
     assert all(c.validation > 0 and c.seed not in profile.seeds for c in other)
-    results = [c for a in profile.artifacts if a not in profiles.SEARCHES for c in profile.configs(a)]
     assert all(c.validation == 0 for c in results)
-    assert {c.data for c in results} == {c.data for c in runs}
+    assert {c.data for c in results} == {c.data for c in every}
+
+
+def test_the_search_of_cpu_is_the_protocols():
+    cpu = load("cpu")
+    for data in ("cifar10", "svhn", "utkface"):
+        for epsilon in (1, 8):
+            for method in ("dp-sgd", "dp-sgd-pt", "gep", "adadps", "dp-ngd"):
+                trials = [c for _, c in cpu.trials(method, data, epsilon) if c.T in (100, 200, 400)]
+                assert len(trials) == len({c.key() for c in trials}) == 18
+                assert Counter(c.T for c in trials) == {100: 6, 200: 6, 400: 6}
+                assert {(c.seed, c.validation, c.evals) for c in trials} == {(1000, 0.1, 1)}
+            trials = cpu.trials("dp-ngd", data, epsilon)
+            floors = {(c.lambda_safe, round(c.lambda_base / c.lambda_safe, 4)) for _, c in trials}
+            assert floors == {(0.25, 0.25), (1, 0.25), (4, 0.25), (16, 0.25), (1, 0.0625), (4, 0.0625)}
+    extra = {(c.data, c.epsilon, c.T) for d in cpu.settings["data"] if d != "digits" for e in (1, 8)
+             for _, c in cpu.trials("dp-sgd", d, e)} - {(d, e, T) for d in ("cifar10", "svhn", "utkface")
+                                                        for e in (1, 8) for T in (100, 200, 400)}
+    assert extra == {("cifar10", 1, 25), ("cifar10", 1, 800), ("svhn", 8, 25), ("svhn", 8, 800)}, "for Figure 2"
+    # 6 and 3 x 2 for four methods; 6 and 3 x 2 x 2 for DP-SGD; 2 + 4 at each T of Figure 2; 3 x 2 for an arm; networks
+    assert cpu.later_trials() == 6 * (4 * 12 + 18) + 4 * 6 + 12 * 6 + 8 or cpu.settings["trials"]
+
+
+def test_the_gate_of_cpu_is_the_protocols():
+    cpu = profiles.untuned("cpu")
+    cpu.settings["gated"] = {}
+    assert cpu.gate_path("cifar10") == [(N, B) for N in (25000, 12500, 6250) for B in (256, 512, 1024)]
+    assert cpu.gate_path("utkface") == [(N, B) for N in (10500, 6250) for B in (256, 512, 1024)]
+    runs = cpu.gate_runs("svhn", 12000, 256)
+    assert len(runs) == 2 * 3
+    assert {(c.method, c.T, c.N, c.B, c.validation) for c in runs} == {("dp-sgd", 400, 12000, 256, 0.1)}
+    assert ({c.epsilon for c in runs}, {c.seed for c in runs}) == ({1, 8}, {1000})
+    assert cpu.settings["gate"]["points"] == {"cifar10": 10, "svhn": 5, "utkface": 8}
+    assert len(cpu.configs("gate")) == (9 + 9 + 6) * 6
 
 
 def test_quick_is_quick():
     quick = load("quick")
     runs = quick.all_configs()
-    assert len(runs) <= 155
+    assert len(runs) <= 175
     assert {c.data for c in runs} == {"digits"}
     assert {c.public for c in runs} <= {None, "photos", "noise", "dead-leaves"}, "nothing to download"
     assert all((c.B, c.N, c.model, c.K) == (256, 1437, "small", 1) for c in runs)
-    assert sum(map(quick.seconds, runs)) / 2 < 240
+    assert sum(map(quick.seconds, runs)) / 2 < 120, "the notebooks take a minute more"
 
 
 def test_cpu_covers_the_papers_cells():
@@ -155,14 +239,19 @@ def test_cpu_covers_the_papers_cells():
 
     for artifact in ("utility_table", "ablation_decoupling", "ablation_clipping", "ablation_floor", "robustness"):
         assert cells(cpu, artifact) == cells(paper, artifact)
-    assert all(c.model == "small" and 0.02 < c.B / c.N < 0.025 for c in cpu.configs("utility_table"))
-    sizes = {c.public_size for c in cpu.configs("sample_efficiency")}
-    assert (min(sizes), max(sizes)) == (50, 5000)
-    assert len(cpu.seeds) >= 3
-    assert {(c.model, c.K) for c in cpu.configs("networks")} == {("small", 1), ("wrn-10-1", 1), ("small", 4)}
-    assert {c.N for c in cpu.configs("utility_table")} == {50000, 24000, 20800}
+    assert all(c.model == "small" for c in cpu.configs("utility_table"))
+    seeds = {a: len({c.seed for c in cpu.configs(a)}) for a in cpu.artifacts if a not in profiles.FIXED}
+    assert seeds == {
+        "utility_table": 8, "ablation_decoupling": 8, "ablation_decoupling_equal": 8, "ablation_clipping": 8,
+        "ablation_clipping_equal": 8, "convergence": 6, "overhead": 6, "sample_efficiency": 8, "ablation_floor": 10,
+        "ablation_floor_equal": 10, "robustness": 10, "sources": 8, "bound": 6, "ablation_ours": 8, "kl_maps": 3,
+        "whole": 3, "views": 4, "releases": 4, "pretraining": 4, "networks": 3}
+    assert {c.test_share for c in cpu.configs("utility_table", datasets=["utkface"])} == {0.5}
+    assert sorted({c.public_size for c in cpu.configs("sample_efficiency")}) == [50, 150, 500, 1500, 5000]
+    assert {(c.model, c.K) for c in cpu.configs("networks")} == {("small", 1), ("wrn-10-1", 1)}
+    assert {(c.N, c.epsilon) for c in cpu.configs("whole")} == {(50000, 1), (50000, 8)}
     for data in ("cifar10", "svhn"):
-        assert len({c.T for c in cpu.configs("convergence", datasets=[data])}) >= 6
+        assert {c.T for c in cpu.configs("convergence", datasets=[data])} == {25, 50, 100, 200, 400, 800}
 
 
 def test_what_is_given_replaces_the_profiles_choice():
@@ -174,6 +263,8 @@ def test_what_is_given_replaces_the_profiles_choice():
     paper = load("paper")
     other = paper.configs("sample_efficiency", datasets=["svhn"], methods=["gep"], seeds=[0])
     assert {(c.data, c.epsilon) for c in other} == {("svhn", 2)}
+    with pytest.raises(UsageError, match="seeds: seed 7 is given twice; a run counts once"):
+        quick.configs("utility_table", seeds=[7, 8, 7])
     assert {c.public_size for c in other} == {50, 100, 200, 500, 1000, 2000, 5000}
     one = paper.configs("sources", methods=["dp-sgd"], seeds=[0])
     assert len(one) == 1, "a method without a public set runs once"
@@ -190,7 +281,11 @@ def test_an_unlisted_epsilon_takes_the_nearest_listed_settings():
 def test_single_changes():
     quick = load("quick")
     base = quick.config("dp-ngd", "digits", 4, 0)
-    assert quick.config("dp-ngd", "digits", 4, 0, rate=2.0).eta == pytest.approx(2 * base.eta, rel=1e-5)
+    twice = quick.config("dp-ngd", "digits", 4, 0, rate=2.0)
+    assert (twice.eta, twice.lambda_safe) == (pytest.approx(2 * base.eta, rel=1e-5), base.lambda_safe)
+    scaled = quick.config("dp-ngd", "digits", 4, 0, scale=2.0)
+    assert (scaled.eta, scaled.lambda_safe) == (twice.eta, pytest.approx(4 * base.lambda_safe, rel=1e-5))
+    assert scaled.lambda_base == pytest.approx(4 * base.lambda_base, rel=1e-5)
     lower = quick.config("dp-ngd", "digits", 4, 0, lambda_safe=base.lambda_safe / 9)
     assert lower.eta == pytest.approx(base.eta / 3, rel=1e-5), "the rate follows the floor"
     assert lower.lambda_base == pytest.approx(base.lambda_base / 9, rel=1e-5)
@@ -245,6 +340,14 @@ def folder(tmp_path, monkeypatch):
         ("seeds: [0", r"^mine.yaml line 1: expected"),
         ("3", "must hold keys and values"),
         ("seeds: [1000]", "seed 1000 is used for tuning and for results"),
+        ("artifacts: {bound: {seeds: [0, 1001]}}", "seed 1001 is used for tuning and for bound"),
+        ("seeds: [0, 1, 0]", "^mine: seeds: seed 0 is given twice"),
+        ("artifacts: {views: {seeds: [0, 1, 1]}}", r"^mine: views.seeds: seed 1 is given twice"),
+        ("tuning: {grid: {dp-ngd: {rate: [1, 2]}}}", r"^mine: tuning.grid.dp-ngd.rate: breaks the equation of section"),
+        ("tuning: {grid: {dp-ngd: {eta: [1, 2]}}}", "dp-ngd.eta: breaks the equation .* give lambda_safe"),
+        ("artifacts: {views: {vary: {rate: [1.0, 2.0]}}}", "^mine: views.vary.rate: breaks the equation"),
+        ("artifacts: {views: {vary: {evals+rate: [[2, 2.0]]}}}", r"^mine: views.vary.evals\+rate: breaks the equation"),
+        ("gate: {cells: {svhn: [1, 8]}}", "^mine: gate.N is not stated for svhn"),
         ("artifacts: {sources: {cells: [utkface]}}", r"sources.cells = \['utkface'\] has the wrong form"),
         ("artifacts: {robustness: {vary: {T_curr: [1]}}}", "robustness: unknown field 'T_curr': did you mean 'T_cur'"),
         ("artifacts: {sources: {methods: [gepp]}}", "sources: unknown method 'gepp': did you mean 'gep'"),
@@ -279,15 +382,16 @@ def test_a_profile_of_ones_own(folder):
 
 def test_an_axis_can_change_fields_together(folder):
     (folder / "mine.yaml").write_text(
-        "artifacts: {networks: {vary: {model+lambda_safe+rate: [[small, 0.04, 2], [resnet-20, 0.01, 1]]}}}\n"
+        "artifacts: {networks: {methods: [dp-sgd, dp-ngd], vary: {model+lambda_safe+scale: [[small, 0.04, 2], "
+        "[resnet-20, 0.01, 1]]}}}\n"
         "tuning: {grid: {gep: {C0+C1: [[1.0]]}}}\n"
     )
     mine = load("mine")
     runs = mine.configs("networks", seeds=[0])
     assert [(c.method, c.model, c.lambda_safe, c.eta) for c in runs] == [
-        ("dp-sgd", "small", None, 4.0),
+        ("dp-sgd", "small", None, 2.0),
         ("dp-sgd", "resnet-20", None, 2.0),
-        ("dp-ngd", "small", 0.04, 0.08),
+        ("dp-ngd", "small", 0.16, 0.08),
         ("dp-ngd", "resnet-20", 0.01, 0.02),
     ]
     with pytest.raises(UsageError, match=r"C0\+C1: \[1.0\] must be a list of 2 values"):
@@ -309,6 +413,10 @@ def test_looking_up_a_cell():
     with pytest.raises(UsageError, match="T of m is not stated for e, only for d"):
         pick({"d": 4}, "e", 1.0, "T", "m")
     assert number(1 / 3) == 0.333333
+    assert nearest({1: "a", 8: "b"}, 2.0) == "a"
+    assert nearest({1: "a", 8: "b"}, 4.0) == "b"
+    assert [interpolated({100: 4.0, 400: 1.0}, T) for T in (25, 100, 200, 400, 800)] == pytest.approx(
+        [4.0, 4.0, 2.0, 1.0, 1.0]), "log-log within, and the last row beyond: no slope is made up"
 
 
 def test_profiles_offer_what_they_say():

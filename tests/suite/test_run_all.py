@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import nbformat
 import pytest
 
 from dpngd.errors import UsageError
-from dpngd.suite import command, paths, profiles, run, study
+from dpngd.suite import command, paths, profiles, report, run, study
 from dpngd.suite import execute as execution
 from dpngd.suite.execute import KERNEL, clean, execute, read_notebook
 from dpngd.suite.store import Store
@@ -32,7 +33,7 @@ _ = pathlib.Path(os.environ["DPNGD_FIGURES"], "x.json").write_text(json.dumps(tr
 
 @pytest.mark.parametrize(("argv", "message"), [
     (["--profile", "quik"], "unknown profile 'quik': did you mean 'quick'? valid are cpu, paper, quick"),
-    (["--only", "07"], "unknown notebook '07': "),
+    (["--only", "17"], "unknown notebook '17': "),
     (["--only", "utility"], "valid are 00_geometry, 01_utility_table"),
     (["--param", "epsilon=[1]"], "unknown parameter 'epsilon': did you mean 'epsilons'? valid are datasets, epsilons"),
     (["--param", "epsilons"], "write it as name=value"),
@@ -148,6 +149,10 @@ def test_failures_are_collected_and_make_the_exit_code_1(tmp_path, monkeypatch, 
     assert ran == ["05_wallclock_overhead", "06_hyperparameter_robustness"]
     assert "FAILED 05_wallclock_overhead: KeyError: 'lost'" in said.err
     assert "2 of 9 runs failed" in said.err
+    assert said.err.startswith("profile quick: "), "the first line says what will happen"
+    assert "2 notebooks into " in said.err.splitlines()[0]
+    assert "notebooks: 2 of 2" in said.err
+    assert re.search(r"\n2 notebooks in [\d.]+ minutes; open .*index\.html\n$", said.out), "the last, where to look"
     assert "06_hyperparameter_robustness" in said.out
 
 
@@ -189,14 +194,14 @@ def test_runs_that_do_not_exist_are_not_run(tmp_path, monkeypatch):
         outcome = execute(name, {"profile": "cpu", "train": False}, out, timeout=LIMIT)
         assert outcome.error == ""
         entry = json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
-        assert {c["verdict"] for c in entry["claims"] if c["id"] != "step-cost-bench"} == {"not run"}
+        assert {c["word"] for c in entry["claims"] if c["id"] != "step-cost-bench"} == {"not run"}
     assert "not run" in (out / "01_utility_table.ipynb").read_text(encoding="utf-8")
 
 
 def test_shipped_results_are_redrawn_without_data_and_without_training(tmp_path, monkeypatch):
     """What a fresh clone does with `--profile cpu`, one notebook of it: the claims come out as they are committed."""
-    if not Store("cpu").shipped_path.exists():
-        pytest.skip("no results are shipped")
+    if not Store("cpu").shipped_path.exists() or report.current("cpu")["stamp"] == report.NO_RUNS:
+        pytest.skip("no results are shipped, or figures/cpu is of another edition")
     monkeypatch.setenv("DPNGD_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("DPNGD_DATA", str(tmp_path / "no-data"))
     name = "03_public_sample_efficiency"
@@ -230,8 +235,44 @@ def test_the_list_of_the_paper_profile(tmp_path):
     sigma = {r[4]: float(r[7]) for r in rows}
     assert sigma["840"] == pytest.approx(9.06, abs=0.05)  # an independent PRV calibration
     assert sigma["120"] < sigma["360"] < sigma["1080"]
-    hours = (2 * 14.2 + 38.2) * (120 + 240 + 360 + 480 + 600 + 840 + 1080) / 3600
-    assert f"{hours:.3g} hours on NVIDIA RTX 3090 (estimated); 0 stored" in text
+    seconds = (2 * 2.2e-4 + 5.8e-4) * 65536 * (120 + 240 + 360 + 480 + 600 + 840 + 1080) + 21 * 60
+    assert f"{seconds / 3600:.3g} core-hours on NVIDIA RTX 3090 (estimated); 0 done" in text
+    assert "not tuned yet on cifar10: rates and T are where the tuning starts" in text
+
+
+def test_the_list_has_a_line_per_artifact_in_the_order_of_a_sweep(tmp_path):
+    profile, store = profiles.load("quick"), Store("quick", root=tmp_path / "store", results=tmp_path / "results")
+    for config in profile.configs("ablation_clipping"):
+        store.put(config, {"status": "ok"})
+    wanted = {name: study.configs(name, profile) for name in study.ARTIFACTS}
+    lines = run.listing(profile, wanted, store).splitlines()
+    rows = [line.split() for line in lines[3:3 + len(profile.artifacts)]]
+    assert [r[0] for r in rows] == profile.artifacts, "every artifact is shown by some notebook"
+    clipping = rows[profile.artifacts.index("ablation_clipping")]
+    assert clipping[1:4] == ["04_ablations", "9", "9"]
+    assert float(clipping[4]) > float(clipping[5]) == 0, "nothing of it is left"
+    assert "not tuned yet" not in "\n".join(lines)
+
+
+def test_results_are_not_trained_before_the_search(monkeypatch, tmp_path):
+    monkeypatch.setattr(paths, "STORE", tmp_path / "store")
+    monkeypatch.setattr(run.sweep, "ensure", lambda *a, **k: pytest.fail("trained"))
+    with pytest.raises(UsageError, match="paper is not tuned yet on cifar10, svhn, utkface: run `dpngd tune paper`"):
+        command.run(["--profile", "paper", "--only", "01", "--train"])
+    with pytest.raises(UsageError, match="paper is not tuned yet on svhn: run"):
+        command.run(["--profile", "paper", "--only", "01", "--shard", "1/2", "-p", "datasets=[svhn]"])
+    assert not (tmp_path / "store").exists()
+    assert run.not_searched(profiles.load("quick"), profiles.load("quick").all_configs()) == []
+
+
+def test_a_long_plan_is_trained_artifact_by_artifact(monkeypatch):
+    profile = profiles.load("quick")
+    runs = profile.all_configs()
+    assert run.in_order(runs, profile) == [runs]
+    monkeypatch.setattr(run, "LONG_PLAN", 1.0)
+    parts = run.in_order(runs[::-1], profile)
+    assert [c for part in parts for c in part] == runs, "each once, in the profile's order"
+    assert [c.key() for c in parts[1]] == [c.key() for c in profile.configs("utility_table")]
 
 
 def test_clean_keeps_results_and_drops_times_and_widgets():

@@ -19,19 +19,19 @@ def shown(capsys, *argv):
 
 
 def test_a_config_is_the_profiles_and_every_value_has_its_origin(capsys):
-    found = shown(capsys, "config", "--profile", "cpu", "--method", "dp-ngd", "--data", "cifar10", "--epsilon", "2",
+    found = shown(capsys, "config", "--profile", "quick", "--method", "dp-ngd", "--data", "digits", "--epsilon", "2",
                   "--T_cur", "4")
-    config = profiles.load("cpu").config("dp-ngd", "cifar10", 2.0, 0, T_cur=4)
+    config = profiles.load("quick").config("dp-ngd", "digits", 2.0, 0, T_cur=4)
     assert {name: row["value"] for name, row in found["fields"].items()} == config.canonical()
     assert found["key"] == config.key()
     origin = {name: row["origin"] for name, row in found["fields"].items()}
     assert origin["T_cur"] == origin["data"] == "given"
     assert origin["seed"] == "default of dpngd train"
-    assert origin["B"] == "params/cpu.yaml (defaults.B)"
+    assert origin["B"] == "params/quick.yaml (defaults.B)"
     assert origin["delta"] == "params/paper.yaml (defaults.delta)"
-    assert origin["C"] == "params/cpu.yaml (methods.dp-ngd.C)"
-    assert origin["lambda_safe"] == "tuned (params/tuned/cpu.yaml)"
-    assert origin["eta"].startswith("equation (section 3.3)")
+    assert origin["C"] == "params/quick.yaml (methods.dp-ngd.C)"
+    assert origin["lambda_safe"] == origin["T"] == "tuned (params/tuned/quick.yaml)"
+    assert origin["eta"] == "equation (section 3.3)"
     assert origin["lambda_base"].endswith("params/paper.yaml (methods.dp-ngd.lambda_base_ratio)")
 
 
@@ -47,8 +47,22 @@ def test_what_follows_from_another_value_is_the_equations():
     origins = profiles.load("paper").resolve("dp-ngd", "cifar10", 2.0, 0)[1]
     assert origins["lambda_safe"] == "equation (section 3.3)"  # the paper states eta
     assert profiles.load("quick").resolve("dp-ngd-pre", "digits", 4.0, 0)[1]["C"] == "equation (section 3.3)"
-    plain = profiles.load("quick").resolve("dp-sgd", "digits", 4.0, 0)[1]
-    assert plain["eta"].startswith("params/quick.yaml (methods.dp-sgd.eta)")
+    pre = profiles.load("quick").resolve("dp-ngd-pre", "digits", 4.0, 0)[1]
+    assert pre["eta"] == "equation (section 3.3), times 0.5, tuned (params/tuned/quick.yaml)"
+    broken = profiles.load("quick").resolve("dp-ngd", "digits", 4.0, 0, rate=2.0)[1]
+    assert broken["eta"] == "equation (section 3.3), times 2, given"
+
+
+def test_dp_sgds_rate_is_tuned_or_stated():
+    quick = profiles.load("quick")
+    assert quick.resolve("dp-sgd", "digits", 4.0, 0)[1]["eta"] == "tuned (params/tuned/quick.yaml)"
+    other = quick.resolve("dp-sgd", "digits", 4.0, 0, T=20)[1]["eta"]
+    assert other == "tuned (params/tuned/quick.yaml), at T = 20 from 40"
+    assert quick.resolve("dp-ngd-auto", "digits", 4.0, 0)[1]["eta_sgd"] == "tuned (params/tuned/quick.yaml)"
+    assert profiles.untuned("quick").resolve("dp-sgd", "digits", 4.0, 0)[1]["eta"] == (
+        "params/quick.yaml (methods.dp-sgd.eta)")
+    assert profiles.untuned("cpu").resolve("dp-sgd", "utkface", 4.0, 0)[1]["test_share"] == (
+        "params/cpu.yaml (data.utkface.test_share)")
 
 
 def test_the_text_has_a_line_per_value(capsys):

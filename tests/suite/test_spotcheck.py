@@ -65,7 +65,7 @@ def forged_accuracy(record):
 
 
 def forged_sigma(record):
-    record["privacy"]["sigma"] *= 0.99
+    record["privacy"]["sigma"] *= 1 - 1e-12
 
 
 def forged_epsilon(record):
@@ -96,7 +96,9 @@ def test_the_tolerance_of_another_machine():
     old = {"key": "k", "config": {}, "privacy": {"sigma": 1.0, "parts": [{"T": 3}]}, "status": "ok", "accuracy": 0.5}
     assert spotcheck.wrong(old, {**old, "accuracy": 0.525}) == []
     assert spotcheck.wrong(old, {**old, "accuracy": 0.465}) == ["accuracy"]
-    assert spotcheck.wrong(old, {**old, "privacy": {"sigma": 1 + 1e-9, "parts": [{"T": 3}]}}) == []
+    for sigma in (1 + 1e-15, 1, "1.0"):
+        assert spotcheck.wrong(old, {**old, "privacy": {"sigma": sigma, "parts": [{"T": 3}]}}) == ["privacy"]
+    assert spotcheck.wrong(old, {**old, "privacy": {"parts": [{"T": 3}], "sigma": 1.0}}) == [], "in any order"
     assert spotcheck.wrong(old, {**old, "privacy": {"sigma": 1.0, "parts": [{"T": 4}]}}) == ["privacy"]
     assert spotcheck.wrong(old, {**old, "privacy": {"sigma": 1.0, "parts": []}}) == ["privacy"]
 

@@ -74,8 +74,8 @@ def test_the_stamp_is_that_of_the_results(tmp_path):
     assert stamp(0, 1) == f"{head}, 2 runs trained here at abc0+, abc1+, record version {RECORD_VERSION}"
     store().export([config(0).key()])
     first = stamp(0)
-    assert re.fullmatch(rf"{re.escape(head)}, results/quick\.jsonl [0-9a-f]{{10}}, record version {RECORD_VERSION}",
-                        first)
+    assert re.fullmatch(rf"{re.escape(head)}, results/quick\.jsonl [0-9a-f]{{10}} trained at abc0\+, "
+                        rf"record version {RECORD_VERSION}", first)
     assert stamp(0) == first
     assert "and 1 runs trained here at abc1+" in stamp(0, 1)
     store().put(dataclasses.replace(config(0)), {**RECORD, "accuracy": 0.123})

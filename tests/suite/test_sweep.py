@@ -20,6 +20,7 @@ from sweep_runs import (
     configs,
     dataclass_with_threads,
     good,
+    large,
     not_a_record,
     odd_seeds_fail,
     seed_1_is_killed_and_3_exits,
@@ -27,7 +28,7 @@ from sweep_runs import (
 )
 
 from dpngd.errors import UsageError
-from dpngd.suite import sweep
+from dpngd.suite import bench, sweep
 from dpngd.suite.executors import Outcome
 from dpngd.suite.profiles import load
 from dpngd.suite.store import Store
@@ -45,9 +46,9 @@ def store(tmp_path, monkeypatch):
     return Store("quick", root=tmp_path / "store", results=tmp_path / "results")
 
 
-def started(store):
+def started(store, folder=None):
     """The seeds of the runs that were started, in order, with the process and its thread limit."""
-    log = store.folder.parent.parent / "log"
+    log = (folder or store.folder.parent.parent) / "log"
     return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
 
 
@@ -57,7 +58,7 @@ def test_missing_runs_are_computed_once_and_come_in_order(store, jobs, capfd):
     records = ensure(wanted, store=store, jobs=jobs, run=good)
     assert [r["accuracy"] for r in records] == [0.3, 0.0, 0.3, 0.1]
     assert sorted(int(line[0]) for line in started(store)) == [0, 1, 3]
-    assert "3/3" in capfd.readouterr().err
+    assert "runs: 3 of 3" in capfd.readouterr().err
 
     assert ensure(wanted, store=store, jobs=jobs, run=good) == records
     assert len(started(store)) == 3, "nothing is computed twice"
@@ -84,6 +85,20 @@ def test_one_job_stays_in_this_process_and_more_are_workers_of_one_thread(store)
     assert len({pid for _, pid, _ in workers}) == 2
     assert str(os.getpid()) not in {pid for _, pid, _ in workers}
     assert {threads for *_, threads in workers} == {"1"}
+
+
+@pytest.mark.parametrize(("hours", "jobs", "processes", "expected"), [
+    (1.0, 2, 1, sweep.Inline), (1.0, 2, 2, sweep.Processes), (0.1, 2, 1, sweep.Processes), (1.0, 3, 1, sweep.Processes),
+    (1.0, 1, 2, sweep.Inline)])
+def test_a_long_sweep_on_all_cores_uses_them_as_was_faster(hours, jobs, processes, expected, monkeypatch):
+    """Short sweeps, other numbers of jobs and a run function of the caller's are not worth or open to a measurement."""
+    asked = []
+    monkeypatch.setattr(sweep.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(bench, "layout", lambda n: asked.append(n) or bench.Layout(processes, n // processes))
+    made = sweep._executor([config(0), config(1)], jobs, lambda c: 1800 * hours)
+    assert isinstance(made, expected)
+    assert asked == ([2] if hours == 1.0 and jobs == 2 else [])
+    assert isinstance(sweep._executor([config(0)], jobs, None), sweep.Inline if jobs == 1 else sweep.Processes)
 
 
 def test_a_dataclass_is_a_record_and_torch_has_one_thread(store):
@@ -340,3 +355,42 @@ def test_refreshing_forgets_runs_half_done(store):
     (folder / "run.checkpoint").write_bytes(b"state")
     store.clear()
     assert not folder.exists()
+
+
+# ---- A full disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 200 KB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here: that takes root")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_full_disk_ends_the_sweep_in_one_line_and_loses_nothing(small_disk, tmp_path, monkeypatch, jobs):
+    monkeypatch.setenv("SWEEP_LOG", str(tmp_path / "log"))
+    store = Store("quick", root=small_disk, results=tmp_path / "results")
+    with pytest.raises(UsageError, match=r"the disk of the store .* is full: \d+ of 40 runs were stored") as error:
+        ensure(configs(40), store=store, jobs=jobs, run=large)
+    assert "\n" not in str(error.value)
+    stored = [c.seed for c in configs(40) if store.get(c)]
+    assert 0 < len(stored) < 40
+    assert store.damaged == {}, "what is there is whole"
+    # on a busy machine workers are a few short runs ahead of the driver that notices
+    assert len(started(store, tmp_path)) < 30, "the rest is not computed in vain"
+    assert not any(store.claimed(c.key()) for c in configs(40))
+    (small_disk / "filler").write_bytes(bytes((os.statvfs(small_disk).f_bavail - 2) * os.statvfs(small_disk).f_bsize))
+    with pytest.raises(UsageError, match=r"cannot be written to \(No space left on device\)"):
+        ensure(configs(40), store=store, jobs=jobs, run=large)
+    assert len(started(store, tmp_path)) <= len(stored) + 2 * jobs, "and none is started on a disk that is full"
+    (small_disk / "filler").unlink()
+    subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)  # make room
+    assert [r["accuracy"] for r in ensure(configs(40), store=store, jobs=jobs, run=good)] == [
+        0.5 if c.seed in stored else c.seed / 10 for c in configs(40)]

@@ -23,7 +23,10 @@ from dpngd.geometry import Euclidean, Kronecker
 from dpngd.gradients import PerSample, SampleGradients
 from dpngd.layers.forms import Dense
 from dpngd.mechanism import GaussianMechanism
+from dpngd.methods import METHODS
 from dpngd.noise import seeded_noise, stream
+from dpngd.suite import theory
+from dpngd.suite.profiles import load
 
 CLASSES = 3
 
@@ -284,3 +287,12 @@ def test_no_floor_is_the_unclamped_curvature():
     norms = geometry.sq_norms(SampleGradients([Dense(u)], torch.zeros(5)))[0][0].double()
     torch.testing.assert_close(norms, u.double().flatten(1).square().sum(1) * 1e12, rtol=1e-5, atol=0)
     assert geometry.clamped_share() == 1
+
+
+def test_the_noise_of_every_cell_and_method_is_known_before_a_run():
+    """Also of methods that find their clipping threshold when they start."""
+    profile = load("quick")
+    rows = theory.privacy_rows(profile, epsilons=[4], seeds=[0])
+    assert {r["method"]: r["S"] is None for r in rows} == {
+        m: METHODS[m].kl_step for m in profile.artifact("utility_table")["methods"]}
+    assert len({r["sigma"] for r in rows}) == 1, "at one T, all methods have one noise"

@@ -26,7 +26,8 @@ QUICK = profiles.load("quick")
 FAST = {"T": 7, "B": 64, "evals": 3}
 SMALL = {"public_size": 60, "probe": 16, "gep_directions": 20, "pt_steps": 5, "T_cur": 3,
          "kl_noise": 1e6}  # the noise must not decide the length of a step: its search would have nothing to do
-RESUMED = ["dp-sgd", "adadps", "gep", "dp-ngd", "dp-ngd-labels-exact", "dp-ngd-private-20", "dp-ngd-free"]
+RESUMED = ["dp-sgd", "adadps", "gep", "dp-ngd", "dp-ngd-labels-exact", "dp-ngd-private-20", "dp-ngd-auto",
+           "dp-ngd-free", "adadps-kl"]
 KILLED = Path(__file__).parents[1] / "helpers" / "killed_runs.py"
 
 
@@ -285,7 +286,7 @@ def test_the_same_command_goes_on(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     assert main(options) == 0
     resumed = capsys.readouterr()
-    assert " 4/4 " in resumed.err, "the bar counts the steps before"
+    assert "steps: 4 of 4" in resumed.err, "the bar counts the steps before"
     assert main([*OPTIONS, "--quiet"]) == 0
     whole = json.loads(capsys.readouterr().out)
     resumed = json.loads(resumed.out)

@@ -27,9 +27,10 @@ def python(*options):
 def test_one_run_from_the_command_line_with_its_bar_and_table():
     done = python("--method", "dp-sgd", "--data", "digits", "--epsilon", "3", *FAST[:-1])
     assert done.returncode == 0, done.stderr
-    assert "3/3" in done.stderr
-    assert "loss=" in done.stderr
-    assert "epsilon=2.999" in done.stderr or "epsilon=3.000" in done.stderr
+    first, last = done.stderr.splitlines()
+    assert re.fullmatch(r"dp-sgd on digits: 3 steps of about \d+ images, epsilon 3; about \d+ seconds left", first)
+    assert re.fullmatch(r"steps: 3 of 3, 0:\d\d so far; loss [\d.]+, epsilon (2\.999|3\.000)", last)
+    assert "\r" not in done.stderr, "a log file holds whole lines"
     lines = done.stdout.splitlines()
     assert lines[0].startswith("run                 dp-sgd on digits (N = 1437), small, 24,314 parameters")
     assert lines[1].startswith("test accuracy       ")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dpngd.errors import UsageError
-from dpngd.gradients import PerSample, micro_batch_size, pieces
+from dpngd.gradients import PerSample, micro_batch_size, pieces, views_at_once
 from dpngd.training import models
 from dpngd.training.parallel import Workers, replica
 
@@ -82,6 +82,12 @@ def test_the_model_is_checked_before_any_worker_sees_it():
 
 @pytest.mark.parametrize(("samples", "views", "K", "threads", "size"), [
     (1024, 64, 1, 2, 64), (64, 64, 1, 2, 32), (1024, 64, 16, 2, 4), (3, 64, 1, 2, 2), (1, 64, 16, 4, 1),
-    (5, 4, 16, 1, 1)])
+    (5, 4, 16, 1, 1), (520, 256, 1, 1, 260), (700, 256, 1, 1, 234)])
 def test_small_batches_are_shared_out(samples, views, K, threads, size):
     assert micro_batch_size(K, views, samples=samples, threads=threads) == size
+
+
+def test_light_networks_take_larger_micro_batches():
+    """By the outputs of the trained layers: 14,346 numbers per image of the small network, 8 times as many of WRN."""
+    assert views_at_once(models.build("small", classes=10), (3, 32, 32)) == 256
+    assert views_at_once(models.build("wrn-10-1", classes=10), (3, 32, 32)) == 128

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from dpngd.errors import UsageError
+from dpngd.methods import private_curvature
 from dpngd.suite import profiles
 from dpngd.training import command, models
 from dpngd.training import train as training
@@ -42,20 +43,32 @@ def test_noise_is_one_of_two():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_secret_runs_share_neither_noise_nor_batches(method, monkeypatch):
-    """No stream of the seed is asked for sampling or noise; two runs of one config part at the first step."""
+    """No stream of the seed is asked for sampling, noise, views or labels of private samples; two runs of one config
+    part at the first step."""
     asked = []
     real = training.stream
-    monkeypatch.setattr(training, "stream", lambda seed, name: asked.append(name) or real(seed, name))
+    for module in (training, private_curvature):
+        monkeypatch.setattr(module, "stream", lambda seed, name: asked.append(name) or real(seed, name))
     monkeypatch.setattr("dpngd.noise.SeededNoise", None)  # no seeded noise, in whatever module
     first, second = (train(config(method), noise="secret") for _ in range(2))
-    assert not [name for name in asked if "sampling" in name or "noise" in name]
+    assert not [name for name in asked if any(word in name for word in ("sampling", "noise", "augment", "labels"))]
+    assert "weights" in asked, "the streams were watched"
     assert (weights(first) != weights(second)).float().mean() > 0.9
     assert first.record.privacy["simulation"] is False
+
+
+def test_secret_views_are_no_function_of_the_seed():
+    """With seeded views one sample more gives all those behind it other views: the sum moves by more than C."""
+    private, _ = training.load(config())
+    for secret in (False, True):
+        first, second = (training.Batches(private, config(), secret=secret).augmentation for _ in range(2))
+        assert torch.equal(torch.rand(9, generator=first), torch.rand(9, generator=second)) is not secret
 
 
 def test_a_secret_record_says_nothing_of_the_private_data():
     record = run(config("dp-ngd"), noise="secret")
     assert (record.accuracy, record.evaluations, record.train_loss, record.diagnostics) == (None, [], [], {})
+    assert "correct" not in record.to_dict()
     assert "digest" not in record.data["private"]
     assert record.steps == 3
     said = []

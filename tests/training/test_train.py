@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,8 +16,8 @@ from dpngd.methods import METHODS, arms
 from dpngd.suite import profiles
 from dpngd.suite.store import Store
 from dpngd.training import log, train
-from dpngd.training.recipe import Views
-from dpngd.training.record import Record
+from dpngd.training.recipe import Views, to_float
+from dpngd.training.record import Record, packed, unpacked
 from dpngd.training.train import Batches, run
 
 QUICK = profiles.load("quick")
@@ -54,7 +55,7 @@ def test_record_says_what_was_spent_and_reached(records, method):
         assert max(own) < p["epsilon_prv"] < sum(own)
     else:
         assert p["epsilon_prv"] == p["parts"][0]["epsilon_prv"]
-    clips = [c.C0, c.C1] if method == "gep" else [c.C] if METHODS[method].rate else p["sensitivity"]
+    clips = [c.C0, c.C1] if method == "gep" else [c.C] if c.C else p["sensitivity"]
     assert p["sensitivity"] == clips
     assert p["noise_std"] == pytest.approx([p["sigma"] * math.sqrt(len(clips)) * C for C in clips])
     assert [part["releases"] for part in p["parts"]] == ([4, 2] if METHODS[method].curvature_share else [4])
@@ -63,7 +64,7 @@ def test_record_says_what_was_spent_and_reached(records, method):
     assert rows[0]["step"] == 1
     assert all(len(row["norms"]) == len(clips) and len(row["norms"][0]) == 3 for row in rows)
     assert ("clamped_share" in rows[0]) == method.startswith("dp-ngd")
-    assert ("kl" in rows[0]) == ("s" in rows[0]) == (not METHODS[method].rate)
+    assert ("kl" in rows[0]) == ("s" in rows[0]) == METHODS[method].kl_step
     assert {"setup", "curvature", "gradients", "mechanism", "rest", "total"} <= set(r.seconds)
     assert r.seconds["total"] == pytest.approx(sum(v for k, v in r.seconds.items() if k != "total"))
     assert {"python", "torch", "opacus", "cpu", "cores", "device", "commit"} <= set(r.where)
@@ -92,6 +93,25 @@ def test_record_survives_json_and_the_store(records, tmp_path):
         assert json.loads(json.dumps(r.to_dict(), allow_nan=False)) == r.to_dict()
         store.put(c, dataclasses.asdict(r))
         assert store.get(c) == r.to_dict()
+
+
+@pytest.mark.parametrize("changes", [{}, {"validation": 0.2}])
+def test_the_record_keeps_which_images_were_right(changes):
+    trained = train.train(config("dp-ngd", **changes))
+    r, private = trained.record, train.load(config("dp-ngd", **changes))[0]
+    right = unpacked(r.correct)
+    assert (r.correct["n"], right.mean()) == (len(private.y_test), r.accuracy)
+    with torch.no_grad():
+        predicted = trained.model(to_float(private.x_test)).argmax(1)
+    assert (right == (predicted == private.y_test).numpy()).all(), "in the set's order"
+    assert all(x == float(f"{x:.5g}") for x in r.train_loss)
+
+
+def test_bits_come_back():
+    for n in (1, 7, 8, 9, 360):
+        bits = np.arange(n) % 3 == 0
+        assert (unpacked(packed(bits)) == bits).all()
+        assert json.loads(json.dumps(packed(bits)))["n"] == n
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -215,7 +235,7 @@ def test_progress_is_reported_after_each_step(records):
     run(config("dp-ngd-private-20"), progress=lambda *now: seen.append(now))
     steps, losses, epsilons = zip(*[(t, loss, epsilon()) for t, loss, epsilon in seen], strict=True)
     assert steps == (1, 2, 3, 4)
-    assert list(losses) == records("dp-ngd-private-20").train_loss
+    assert [float(f"{x:.5g}") for x in losses] == records("dp-ngd-private-20").train_loss
     assert list(epsilons) == sorted(epsilons)
     assert epsilons[-1] == pytest.approx(records("dp-ngd-private-20").privacy["epsilon_prv"])
 
