@@ -86,8 +86,9 @@ def test_the_version_is_the_packages(capsys):
 
 def test_an_interrupt_during_the_imports_is_one_word(tmp_path):
     """A package that takes for ever to import stands in for torch; it says when its import has begun."""
-    (tmp_path / "torch.py").write_text(f"import pathlib, time\npathlib.Path({str(tmp_path / 'begun')!r}).touch()\n"
-                                       "time.sleep(600)\n")
+    heed = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # a job in the background was told to ignore it
+    (tmp_path / "torch.py").write_text(f"import pathlib, signal, time\n{heed}\n"
+                                       f"pathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(600)\n")
     process = subprocess.Popen([sys.executable, "-m", "dpngd", "train"], stderr=subprocess.PIPE, text=True,
                                env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{paths.ROOT}"})
     try:
