@@ -268,6 +268,18 @@ class Leftover(DPOptimizer):
                 p.summed_grad = s
 
 
+class Silent(DPOptimizer):
+    """Adds no noise."""
+
+    def __init__(self, plain: DPOptimizer):
+        super().__init__(plain.original_optimizer, noise_multiplier=plain.noise_multiplier,
+                         max_grad_norm=plain.max_grad_norm, expected_batch_size=plain.expected_batch_size)
+
+    def add_noise(self) -> None:
+        for p in self.params:
+            p.grad = p.summed_grad.view_as(p)
+
+
 def held(check: Callable[[optimizer.Bench], list[Result]], make: Callable[[], optimizer.Bench]) -> list[Result]:
     bench = make()
     with bench.held():
@@ -306,6 +318,9 @@ def leaks() -> list[Leak]:
     return [
         _pair("noise 2 % short", "noise", "2 %", _noise, sgd, noise=short_noise),
         _pair("no noise in a whole run", "end to end", "all of it", checks.end_to_end, sgd, noise=no_noise),
+        Leak("no noise in a whole run, Opacus optimizer", "end to end",
+             lambda: held(optimizer.end_to_end, lambda: opacus(Silent)),
+             lambda: held(optimizer.end_to_end, lambda: opacus(lambda plain: plain)), "all of it"),
         _pair("sqrt(2) missing in GEP", "noise", "41 %", _noise, gep, build=with_mechanism(NoRoot)),
         _pair("clipping by raw norms, whitened noise", "sensitivity", "the spectrum", checks.sensitivity, ngd,
               build=with_raw_norms),

@@ -17,16 +17,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from opacus.optimizers import DPOptimizer
+from scipy import optimize
 from torch import Tensor, nn
 
-from dpngd.audit import checks
+from dpngd.audit import checks, estimators
 from dpngd.audit import statistics as st
 from dpngd.audit.checks import LEVEL, RELEASES, SMALLEST, Releases, Result, Z
 from dpngd.audit.subject import DELTA, Seen, flat
 from dpngd.errors import UsageError
 from dpngd.gradients import Blocks
 from dpngd.mechanism import GaussianMechanism
-from dpngd.noise import Noise
+from dpngd.noise import Noise, stream
 
 NUMBERS = 400_000  # noise values that the chi-square looks at
 COMPANY = 8
@@ -191,6 +192,7 @@ def run(optimizer: DPOptimizer, model: nn.Module, x: Tensor, y: Tensor, *, loss:
     check("interrupts", lambda: interrupts(bench))
     check("virtual steps", lambda: virtual(bench))
     check("resume", lambda: resume(bench))
+    check("end to end", lambda: end_to_end(bench))
     lines += checks.timed(name, "public images", lambda: public_images(bench, public))
     lines += checks.timed(name, "noise source", lambda: source(bench, release))
     if loader is not None:
@@ -298,6 +300,32 @@ def resume(b: Bench, n: int = 12) -> list[Result]:
         b.optimizer.load_state_dict(b.optimizer.state_dict())
     lines = checks._correlations(b.name, "resume", np.stack(rows), lags=(1, n))
     return [line for line in lines if line.test.endswith("any two")]
+
+
+COINS = 96  # samples of the end-to-end test, each in the set by a fair coin
+
+
+def end_to_end(b: Bench, T: int = 8) -> list[Result]:
+    """A lower bound of epsilon from one run of T steps on samples that are in by a fair coin, as `checks.end_to_end`.
+
+    The run is at the present weights, of whole batches (q = 1), with the noise multiplier at which T steps spend
+    `checks.END`: at the user's own, of a larger epsilon, no number of samples that is at hand would refute it. The
+    samples are those given, at most COINS. A lower bound only. Power: a run without noise, from 50 samples on.
+    """
+    epsilon, delta = checks.END["epsilon"], checks.END["delta"]
+    m = min(COINS, len(b.x))
+    x, y = b.x[:m], b.y[:m]
+    coins = torch.rand(m, generator=stream(0, "audit/coins")) < 0.5
+    mu = optimize.brentq(lambda mu: st.gdp_delta(mu, epsilon) - delta, 1e-3, 1.0)
+    b.optimizer.noise_multiplier = sigma = math.sqrt(T) / mu
+    std = sigma * b.optimizer.max_grad_norm
+    G = torch.stack([flat(b.step(x[i : i + 1], y[i : i + 1]).sums[0]) for i in range(m)]) / std
+    noisy = sum(flat(b.step(x[coins], y[coins]).noisy[0]) for _ in range(T)) / std
+    scores = torch.linalg.solve(G @ G.mT + checks.ATTACK**2 * torch.eye(m, dtype=G.dtype), G @ noisy)
+    low, how = estimators.from_one_run(scores.numpy(), coins.numpy(), delta, LEVEL)
+    seen = st.one_run_epsilon(m, 2 * (m // 4), 2 * (m // 4), delta, LEVEL) > epsilon
+    return [Result(b.name, "end to end", f"epsilon >= {low:.2f} ({how})", f"{epsilon:g}", low <= epsilon,
+                   "missing noise" if seen else f"nothing: {m} samples are too few, give 50 or more", LEVEL)]
 
 
 def public_images(b: Bench, public: Tensor | None) -> list[Result]:

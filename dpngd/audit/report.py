@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import multiprocessing
 import time
@@ -67,7 +68,7 @@ class Report:
 
     def to_dict(self) -> dict:
         """All of it as plain values, for a JSON file: the lines, and the canary's scores as counts."""
-        return {"version": dpngd.__version__, "passed": self.passed, "level": LEVEL, "tests": TESTS,
+        return {"version": dpngd.__version__, "commit": code(), "passed": self.passed, "level": LEVEL, "tests": TESTS,
                 "false_alarm": FALSE_ALARM, "seconds": round(self.seconds, 1), "cpu_seconds": round(self.cpu, 1),
                 "lines": [line.to_dict() for line in self.lines],
                 "canary": {name: figure.counts(*scores) for name, scores in self.scores.items()}}
@@ -222,6 +223,14 @@ def audit_release(folder: str | Path, show: Show = lambda line: None) -> Report:
 def self_test(show: Callable[[leaks.Outcome], None] = lambda outcome: None) -> list[leaks.Outcome]:
     """Plant every leak, and audit it and its clean control. All must be found, and no control flagged."""
     return leaks.run(show)
+
+
+def code() -> str:
+    """The commit of the audited code, with '+' where the work tree differs; 'unknown' outside a checkout."""
+    try:
+        return importlib.import_module("dpngd.training.record").commit()
+    except ModuleNotFoundError:  # it needs the extra `train`
+        return "unknown"
 
 
 def outcome_dict(outcome: leaks.Outcome) -> dict:
