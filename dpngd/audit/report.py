@@ -125,7 +125,7 @@ def audit(optimizer: DPOptimizer, model: nn.Module, x: Tensor, y: Tensor, *, los
     notes.take(opacus_checks.run(optimizer, model, x, y, loss=loss, public=public, loader=loader, name=name, n=n,
                                  release=release, deadline=deadline, keep=notes.keep))
     if engine is not None and engine.accountant.history:
-        notes.take(checks.timed(name, "accounting", lambda: [opacus_checks.spent(
+        notes.take(checks.with_seconds(name, "accounting", lambda: [opacus_checks.spent(
             engine.accountant.history, engine.get_epsilon(delta), delta, name)]))
     return notes.done()
 
@@ -169,7 +169,7 @@ def audit_method(name: str, n: int = RELEASES, seed: int = 0, seconds: float | N
         ("end to end", lambda: checks.end_to_end(subject, seed)),
         ("loop", lambda: checks.loop(name, seed)),
     ):
-        notes.take(checks.timed(subject, test, check))
+        notes.take(checks.with_seconds(subject, test, check))
     return notes.done()
 
 
@@ -187,7 +187,7 @@ def audit_methods(names: list[str] | None = None, *, n: int = RELEASES, seed: in
     each = None if seconds is None else seconds * jobs / len(names)
     # A seed of its own for each method: the same noise in all of them would be one draw looked at many times.
     tasks = [(name, n, 1000 * seed + i, each) for i, name in enumerate(names)]
-    notes.take(checks.timed("sampler", "inclusion", lambda: checks.inclusion(Subject(names[0]), seed)))
+    notes.take(checks.with_seconds("sampler", "inclusion", lambda: checks.inclusion(Subject(names[0]), seed)))
     secret = [Subject(m, noise=leaks.secret_noise) for m in ("dp-sgd", "dp-ngd")]
     for test, check in (
         ("noise", lambda: checks.across_runs(secret, "release mode", seed=seed)),
@@ -195,8 +195,8 @@ def audit_methods(names: list[str] | None = None, *, n: int = RELEASES, seed: in
         ("loop", lambda: checks.release_loop(seed)),
         ("distributed", lambda: distributed.check(seed=seed)),
     ):
-        notes.take(checks.timed("release mode", test, check))
-    notes.take(checks.timed("training loop", "resume", lambda: checks.resume_loop(seed)))
+        notes.take(checks.with_seconds("release mode", test, check))
+    notes.take(checks.with_seconds("training loop", "resume", lambda: checks.resume_loop(seed)))
     for report in _side_by_side(tasks, jobs):
         notes.scores.update(report.scores)
         notes.take(report.lines)
@@ -216,11 +216,11 @@ def _side_by_side(tasks: list[tuple], jobs: int) -> Iterator[Report]:
 def audit_release(folder: str | Path, show: Show = lambda line: None) -> Report:
     """Audit what a release left on disk: see `dpngd.audit.release`."""
     notes = _Notes(show)
-    notes.take(checks.timed(Path(folder).name, "release", lambda: release_checks.folder(Path(folder))))
+    notes.take(checks.with_seconds(Path(folder).name, "release", lambda: release_checks.folder(Path(folder))))
     return notes.done()
 
 
-def self_test(show: Callable[[leaks.Outcome], None] = lambda outcome: None) -> list[leaks.Outcome]:
+def self_test(show: Callable[[leaks.Finding], None] = lambda outcome: None) -> list[leaks.Finding]:
     """Plant every leak, and audit it and its clean control. All must be found, and no control flagged."""
     return leaks.run(show)
 
@@ -233,5 +233,5 @@ def code() -> str:
         return "unknown"
 
 
-def outcome_dict(outcome: leaks.Outcome) -> dict:
+def outcome_dict(outcome: leaks.Finding) -> dict:
     return {**dataclasses.asdict(outcome), "passed": outcome.passed}
