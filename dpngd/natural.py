@@ -28,7 +28,7 @@ from dpngd.geometry import Kronecker
 from dpngd.gradients import PerSample, micro_batches
 from dpngd.mechanism import Geometry
 
-Estimate = Callable[[], list[LayerCurvature]]
+Estimator = Callable[[], list[LayerCurvature]]
 """F of every layer at the present weights: `curvature.KFAC`, or a noisy one."""
 
 
@@ -42,7 +42,7 @@ class Natural:
     start      F at theta_0 where it was estimated before, to find the floor: the first refresh takes it
     """
 
-    def __init__(self, estimate: Estimate, floor: Floor, T_cur: int, *, geometry: Kronecker | None = None,
+    def __init__(self, estimate: Estimator, floor: Floor, T_cur: int, *, geometry: Kronecker | None = None,
                  unit: float = 1.0, dtype: torch.dtype = torch.float32, start: list[LayerCurvature] | None = None):
         if T_cur < 1:
             raise UsageError(f"T_cur is {T_cur}: the curvature is refreshed every T_cur >= 1 steps")

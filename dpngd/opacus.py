@@ -167,7 +167,7 @@ class DPNGD(DPOptimizer):
             self.steep = SteepKFAC(model, x, floor=lambda: self.floor.lambda_base, **labelled)  # and later
             self.steps: Steps | None = None  # None: the wrapped optimizer's own step
             if kl_budget is not None:
-                self.steps = Budget(kl_budget, T, LastingProbe(model, x[:probe]), kl_noise)
+                self.steps = LastingBudget(kl_budget, T, LastingProbe(model, x[:probe]), kl_noise)
             elif kl_radius is not None:
                 self.steps = Rate(1.0, kl_radius, LastingProbe(model, x[:probe]))
         self.t = 0
@@ -650,7 +650,7 @@ class LastingProbe(Probe):
         return log_p
 
 
-class Budget(KLBudget):
+class LastingBudget(KLBudget):
     """A KL budget whose search, after a step that the noise's share ended, starts where the KL divergence would end it.
 
     That share changes a little from step to step. From the last s, a first pass would find that there is room, and a

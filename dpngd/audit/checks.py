@@ -24,7 +24,7 @@ from torch import Tensor
 from dpngd import methods
 from dpngd.audit import estimators
 from dpngd.audit import statistics as st
-from dpngd.audit.subject import DELTA, VALUES, Run, Seen, Subject, flat, images, targets, watched
+from dpngd.audit.subject import DELTA, VALUES, Seen, Session, Subject, flat, images, targets, watched
 from dpngd.errors import UsageError
 from dpngd.gradients import SampleGradients
 from dpngd.layers.forms import Dense
@@ -84,7 +84,7 @@ def adversaries(seed: int = 0) -> Iterator[tuple[str, Tensor, int]]:
     yield "opposite", -30 * base[0], 1
 
 
-def gradient_adversaries(run: Run, seed: int = 0) -> Iterator[tuple[str, SampleGradients]]:
+def gradient_adversaries(run: Session, seed: int = 0) -> Iterator[tuple[str, SampleGradients]]:
     """Gradients that no image need have: along what L stretches and shrinks most, and of every size."""
     zeros, g = run.per_sample.zeros(), stream(seed, "audit/gradients")
     dtype = zeros[0].dtype
@@ -108,7 +108,7 @@ def gradient_adversaries(run: Run, seed: int = 0) -> Iterator[tuple[str, SampleG
             yield f"{name} gradient {scale:g}", sample(blocks, scale)
 
 
-def distances(run: Run, K: int) -> Iterator[tuple[float, str]]:
+def distances(run: Session, K: int) -> Iterator[tuple[float, str]]:
     """||s_j(D + sample) - s_j(D)|| / C_j of every adversary in several companies, the largest over the channels."""
     clips = run.built.mechanism.clips
     for size, micro in ((0, 64), (1, 64), (7, 64), (20, 8)):
@@ -240,7 +240,7 @@ def draw_releases(subject: Subject, n: int = RELEASES, seed: int = 0, deadline: 
                     [np.stack(c) for c in noise], empty, error, best)
 
 
-def _direction_error(run: Run, seen: Seen) -> float:
+def _direction_error(run: Session, seen: Seen) -> float:
     """How far the direction is from R(noisy) / B: the rest of the step must be this function and nothing else."""
     expected = flat(run.built.geometry.back(seen.noisy)) / run.config.B
     error = float((flat(seen.direction) - expected).norm() / expected.norm())
@@ -702,7 +702,7 @@ def end_to_end(subject: Subject, seed: int = 0, m: int = 96) -> list[Result]:
 # ---- All of them.
 
 
-def timed(subject: Subject | str, test: str, check: Callable[[], list[Result]]) -> list[Result]:
+def with_seconds(subject: Subject | str, test: str, check: Callable[[], list[Result]]) -> list[Result]:
     """The lines of a check with their seconds of CPU time; a refusal by the product is a line too."""
     start = time.process_time()
     try:

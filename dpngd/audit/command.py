@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+import dpngd
 from dpngd import progress
 from dpngd.errors import Parser, UsageError
 from dpngd.methods import METHODS, method
@@ -104,14 +105,15 @@ def outlook(args: argparse.Namespace, methods: int, opacus: bool) -> str:
 
 def _self_test(args: argparse.Namespace) -> int:
     from dpngd.audit.leaks import leaks
-    from dpngd.audit.report import outcome_dict, self_test
+    from dpngd.audit.report import code, outcome_dict, self_test
 
     planted = len(leaks())
     progress.say(f"{planted} planted leaks, each beside a clean control: about {progress.span(LEAK * planted)}")
     outcomes = self_test(lambda o: None if args.json else print(o.line(), flush=True))
     missed = [o for o in outcomes if not o.passed]
     if args.json:
-        print(json.dumps({"passed": not missed, "seconds": round(sum(o.seconds for o in outcomes), 1),
+        print(json.dumps({"version": dpngd.__version__, "commit": code(), "passed": not missed,
+                          "seconds": round(sum(o.seconds for o in outcomes), 1),
                           "leaks": [outcome_dict(o) for o in outcomes]}, indent=1, allow_nan=False))
     else:
         print(f"{len(outcomes) - len(missed)} of {len(outcomes)} planted leaks found, with their controls clean. "

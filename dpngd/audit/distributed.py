@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dpngd.audit.checks import CANARY_EPSILON, Result, _variance
-from dpngd.audit.subject import Run, Subject, flat, images, targets
+from dpngd.audit.subject import Session, Subject, flat, images, targets
 from dpngd.group import ALONE, Group, Processes, connected
 
 SIZE, RELEASES, MICRO = 3, 200, 2
@@ -47,7 +47,7 @@ class OnlyTheFirst(Processes):
 FAULTS = {"none": Processes, "each": EachAddsNoise, "first": OnlyTheFirst}
 
 
-def start(method: str, seed: int, group: Group, rank: int = 0) -> tuple[Run, list]:
+def start(method: str, seed: int, group: Group, rank: int = 0) -> tuple[Session, list]:
     """A run of the method at q = 1 whose mechanism belongs to the group, and this process's share of its batch.
 
     Each process has a stream of noise of its own: in a release no two processes could draw the same.

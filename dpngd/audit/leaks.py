@@ -229,13 +229,13 @@ class Oversampled(PoissonSampler):
 
 
 def opacus(kind: Callable[..., DPOptimizer] | None = None, model: nn.Module | None = None, public: Any = None,
-           ) -> optimizer.Bench:
+           ) -> optimizer.Harness:
     """A private optimizer on the small network: DPNGD, or what `kind` makes of Opacus's own."""
     return opacus_parts(kind, model, public)[0]
 
 
 def opacus_parts(kind: Callable[..., DPOptimizer] | None = None, model: nn.Module | None = None, public: Any = None,
-                 ) -> tuple[optimizer.Bench, PrivacyEngine]:
+                 ) -> tuple[optimizer.Harness, PrivacyEngine]:
     """The same with the engine that made it private."""
     x, y = images(64, "opacus"), targets(64, "opacus")
     model = network() if model is None else model
@@ -248,7 +248,7 @@ def opacus_parts(kind: Callable[..., DPOptimizer] | None = None, model: nn.Modul
     else:
         public = images(60, "public") if public is None else public(loader)
         own = DPNGD(plain, module, public, lambda_safe=0.2, T=64)
-    bench = optimizer.Bench(own, module, x, y, torch.nn.functional.cross_entropy, "Opacus optimizer")
+    bench = optimizer.Harness(own, module, x, y, torch.nn.functional.cross_entropy, "Opacus optimizer")
     bench.loader = loader
     return bench, engine
 
@@ -268,7 +268,19 @@ class Leftover(DPOptimizer):
                 p.summed_grad = s
 
 
-def held(check: Callable[[optimizer.Bench], list[Result]], make: Callable[[], optimizer.Bench]) -> list[Result]:
+class Silent(DPOptimizer):
+    """Adds no noise."""
+
+    def __init__(self, plain: DPOptimizer):
+        super().__init__(plain.original_optimizer, noise_multiplier=plain.noise_multiplier,
+                         max_grad_norm=plain.max_grad_norm, expected_batch_size=plain.expected_batch_size)
+
+    def add_noise(self) -> None:
+        for p in self.params:
+            p.grad = p.summed_grad.view_as(p)
+
+
+def held(check: Callable[[optimizer.Harness], list[Result]], make: Callable[[], optimizer.Harness]) -> list[Result]:
     bench = make()
     with bench.held():
         return check(bench)
@@ -306,6 +318,9 @@ def leaks() -> list[Leak]:
     return [
         _pair("noise 2 % short", "noise", "2 %", _noise, sgd, noise=short_noise),
         _pair("no noise in a whole run", "end to end", "all of it", checks.end_to_end, sgd, noise=no_noise),
+        Leak("no noise in a whole run, Opacus optimizer", "end to end",
+             lambda: held(optimizer.end_to_end, lambda: opacus(Silent)),
+             lambda: held(optimizer.end_to_end, lambda: opacus(lambda plain: plain)), "all of it"),
         _pair("sqrt(2) missing in GEP", "noise", "41 %", _noise, gep, build=with_mechanism(NoRoot)),
         _pair("clipping by raw norms, whitened noise", "sensitivity", "the spectrum", checks.sensitivity, ngd,
               build=with_raw_norms),
@@ -352,7 +367,7 @@ def leaks() -> list[Leak]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Finding:
     """What the audit said of a planted leak and of its control."""
 
     leak: str
@@ -376,14 +391,14 @@ class Outcome:
                 f"({self.seconds:.1f} s)")
 
 
-def try_leak(leak: Leak) -> Outcome:
+def try_leak(leak: Leak) -> Finding:
     """Run the check on the faulty part and on the clean one."""
     start = time.process_time()
-    faulty, clean = (checks.timed(leak.name, leak.check, f) for f in (leak.faulty, leak.clean))
+    faulty, clean = (checks.with_seconds(leak.name, leak.check, f) for f in (leak.faulty, leak.clean))
     bad, flagged = ([r for r in lines if not r.passed] for lines in (faulty, clean))
     bad.sort(key=lambda r: not r.test.startswith(leak.check))  # the test that the leak is meant for, first
     by = f"{bad[0].test} ({bad[0].measured})" if bad else ""
-    return Outcome(leak.name, leak.check, leak.size, bool(bad), by, not flagged,
+    return Finding(leak.name, leak.check, leak.size, bool(bad), by, not flagged,
                    f"{flagged[0].test} ({flagged[0].measured})" if flagged else "",
                    bad[0].power if bad else "nothing", time.process_time() - start)
 
@@ -395,7 +410,7 @@ def find(name: str) -> Leak:
     raise UsageError(f"no planted leak {name!r}")
 
 
-def run(show: Callable[[Outcome], None] = lambda o: None) -> list[Outcome]:
+def run(show: Callable[[Finding], None] = lambda o: None) -> list[Finding]:
     """Try every planted leak; `show` is called after each."""
     outcomes = []
     for leak in leaks():

@@ -17,22 +17,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from opacus.optimizers import DPOptimizer
+from scipy import optimize
 from torch import Tensor, nn
 
-from dpngd.audit import checks
+from dpngd.audit import checks, estimators
 from dpngd.audit import statistics as st
 from dpngd.audit.checks import LEVEL, RELEASES, SMALLEST, Releases, Result, Z
 from dpngd.audit.subject import DELTA, Seen, flat
 from dpngd.errors import UsageError
 from dpngd.gradients import Blocks
 from dpngd.mechanism import GaussianMechanism
-from dpngd.noise import Noise
+from dpngd.noise import Noise, stream
 
 NUMBERS = 400_000  # noise values that the chi-square looks at
 COMPANY = 8
 
 
-class Bench:
+class Harness:
     """Steps of an optimizer on chosen samples, and what its mechanism did in each."""
 
     def __init__(self, optimizer: DPOptimizer, model: nn.Module, x: Tensor, y: Tensor, loss: Callable, name: str):
@@ -170,7 +171,7 @@ def run(optimizer: DPOptimizer, model: nn.Module, x: Tensor, y: Tensor, *, loss:
         release: bool = False, deadline: float | None = None,
         keep: Callable[[Releases], None] = lambda r: None) -> list[Result]:
     """All tests of an optimizer, on samples x (at least 9), y: those of a method, and the state that it keeps."""
-    bench = Bench(optimizer, model, x, y, loss, name)
+    bench = Harness(optimizer, model, x, y, loss, name)
     lines: list[Result] = []
 
     def check(test: str, function: Callable[[], list[Result]]) -> None:
@@ -178,7 +179,7 @@ def run(optimizer: DPOptimizer, model: nn.Module, x: Tensor, y: Tensor, *, loss:
             with bench.held():
                 return function()
 
-        lines.extend(checks.timed(name, test, alone))
+        lines.extend(checks.with_seconds(name, test, alone))
 
     def releases() -> list[Result]:
         r = draw(bench, n, deadline)
@@ -191,14 +192,15 @@ def run(optimizer: DPOptimizer, model: nn.Module, x: Tensor, y: Tensor, *, loss:
     check("interrupts", lambda: interrupts(bench))
     check("virtual steps", lambda: virtual(bench))
     check("resume", lambda: resume(bench))
-    lines += checks.timed(name, "public images", lambda: public_images(bench, public))
-    lines += checks.timed(name, "noise source", lambda: source(bench, release))
+    check("end to end", lambda: end_to_end(bench))
+    lines += checks.with_seconds(name, "public images", lambda: public_images(bench, public))
+    lines += checks.with_seconds(name, "noise source", lambda: source(bench, release))
     if loader is not None:
-        lines += checks.timed(name, "inclusion", lambda: inclusion(name, loader))
+        lines += checks.with_seconds(name, "inclusion", lambda: inclusion(name, loader))
     return lines
 
 
-def sensitivity(b: Bench) -> list[Result]:
+def sensitivity(b: Harness) -> list[Result]:
     """Adding one sample moves the clipped sum by at most max_grad_norm. As `checks.sensitivity`, through autograd."""
     worst, where, pairs = 0.0, "", 0
     for size in (1, COMPANY):
@@ -215,7 +217,7 @@ def sensitivity(b: Bench) -> list[Result]:
                    "any excess over C")]
 
 
-def draw(b: Bench, n: int, deadline: float | None) -> Releases:
+def draw(b: Harness, n: int, deadline: float | None) -> Releases:
     """Releases with and without a canary, as `checks.draw_releases`; a large module needs fewer for the noise."""
     C, sigma = b.optimizer.max_grad_norm, b.optimizer.noise_multiplier
     std = sigma * C
@@ -243,7 +245,7 @@ def draw(b: Bench, n: int, deadline: float | None) -> Releases:
     return Releases(b.name, sigma, np.array(scores[1]), np.array(scores[0]), [np.stack(rows)], empty, 0.0, best / std)
 
 
-def state(b: Bench) -> list[Result]:
+def state(b: Harness) -> list[Result]:
     """A step changes no buffer: running statistics would carry exact batch means into the saved model."""
     before = {k: v.detach().clone() for k, v in b.model.named_buffers()}
     b.step(b.x[:COMPANY], b.y[:COMPANY])
@@ -255,7 +257,7 @@ def state(b: Bench) -> list[Result]:
 POINTS = ("before the noise", "in the noise", "after the noise")
 
 
-def interrupts(b: Bench) -> list[Result]:
+def interrupts(b: Harness) -> list[Result]:
     """A step that is interrupted leaves nothing for the next one: its samples would count twice.
 
     KeyboardInterrupt at three points of a step, then zero_grad and a step. Its sums must be those of a fresh step.
@@ -275,7 +277,7 @@ def interrupts(b: Bench) -> list[Result]:
                    worst <= 1e-5, "any sample left over")]
 
 
-def virtual(b: Bench) -> list[Result]:
+def virtual(b: Harness) -> list[Result]:
     """Two physical batches make one logical step: the same sums, one release, one entry in the accountant."""
     whole = flat(b.step(b.x[:COMPANY], b.y[:COMPANY]).sums[0])
     hooks, half = b.hooks, COMPANY // 2
@@ -290,7 +292,7 @@ def virtual(b: Bench) -> list[Result]:
                    f"{(first is not None) + 1} release(s)", "1e-04 C, 1 and 1", good, "any sample lost or doubled")]
 
 
-def resume(b: Bench, n: int = 12) -> list[Result]:
+def resume(b: Harness, n: int = 12) -> list[Result]:
     """The noise after a state_dict and load_state_dict is new. Power: a repeated vector."""
     rows = []
     for _ in range(2):
@@ -300,7 +302,33 @@ def resume(b: Bench, n: int = 12) -> list[Result]:
     return [line for line in lines if line.test.endswith("any two")]
 
 
-def public_images(b: Bench, public: Tensor | None) -> list[Result]:
+COINS = 96  # samples of the end-to-end test, each in the set by a fair coin
+
+
+def end_to_end(b: Harness, T: int = 8) -> list[Result]:
+    """A lower bound of epsilon from one run of T steps on samples that are in by a fair coin, as `checks.end_to_end`.
+
+    The run is at the present weights, of whole batches (q = 1), with the noise multiplier at which T steps spend
+    `checks.END`: at the user's own, of a larger epsilon, no number of samples that is at hand would refute it. The
+    samples are those given, at most COINS. A lower bound only. Power: a run without noise, from 50 samples on.
+    """
+    epsilon, delta = checks.END["epsilon"], checks.END["delta"]
+    m = min(COINS, len(b.x))
+    x, y = b.x[:m], b.y[:m]
+    coins = torch.rand(m, generator=stream(0, "audit/coins")) < 0.5
+    mu = optimize.brentq(lambda mu: st.gdp_delta(mu, epsilon) - delta, 1e-3, 1.0)
+    b.optimizer.noise_multiplier = sigma = math.sqrt(T) / mu
+    std = sigma * b.optimizer.max_grad_norm
+    G = torch.stack([flat(b.step(x[i : i + 1], y[i : i + 1]).sums[0]) for i in range(m)]) / std
+    noisy = sum(flat(b.step(x[coins], y[coins]).noisy[0]) for _ in range(T)) / std
+    scores = torch.linalg.solve(G @ G.mT + checks.ATTACK**2 * torch.eye(m, dtype=G.dtype), G @ noisy)
+    low, how = estimators.from_one_run(scores.numpy(), coins.numpy(), delta, LEVEL)
+    seen = st.one_run_epsilon(m, 2 * (m // 4), 2 * (m // 4), delta, LEVEL) > epsilon
+    return [Result(b.name, "end to end", f"epsilon >= {low:.2f} ({how})", f"{epsilon:g}", low <= epsilon,
+                   "missing noise" if seen else f"nothing: {m} samples are too few, give 50 or more", LEVEL)]
+
+
+def public_images(b: Harness, public: Tensor | None) -> list[Result]:
     """No public image is one of the given private samples: curvature from them would be a release nobody pays for.
 
     Power: equal images, and images that differ by less than 2 % of their spread on average.
@@ -319,7 +347,7 @@ def public_images(b: Bench, public: Tensor | None) -> list[Result]:
                    "0", not near.any(), "equal or nearly equal images")]
 
 
-def source(b: Bench, release: bool) -> list[Result]:
+def source(b: Harness, release: bool) -> list[Result]:
     """Where the noise comes from: the caller's generator can be seeded, so weights trained with it are no release."""
     seeded = b.optimizer.generator is not None and not b.optimizer.secure_mode
     what = "the caller's generator (research: its noise can be computed again)" if seeded else "Opacus's or our default"

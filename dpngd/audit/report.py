@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import multiprocessing
 import time
@@ -67,7 +68,7 @@ class Report:
 
     def to_dict(self) -> dict:
         """All of it as plain values, for a JSON file: the lines, and the canary's scores as counts."""
-        return {"version": dpngd.__version__, "passed": self.passed, "level": LEVEL, "tests": TESTS,
+        return {"version": dpngd.__version__, "commit": code(), "passed": self.passed, "level": LEVEL, "tests": TESTS,
                 "false_alarm": FALSE_ALARM, "seconds": round(self.seconds, 1), "cpu_seconds": round(self.cpu, 1),
                 "lines": [line.to_dict() for line in self.lines],
                 "canary": {name: figure.counts(*scores) for name, scores in self.scores.items()}}
@@ -124,7 +125,7 @@ def audit(optimizer: DPOptimizer, model: nn.Module, x: Tensor, y: Tensor, *, los
     notes.take(opacus_checks.run(optimizer, model, x, y, loss=loss, public=public, loader=loader, name=name, n=n,
                                  release=release, deadline=deadline, keep=notes.keep))
     if engine is not None and engine.accountant.history:
-        notes.take(checks.timed(name, "accounting", lambda: [opacus_checks.spent(
+        notes.take(checks.with_seconds(name, "accounting", lambda: [opacus_checks.spent(
             engine.accountant.history, engine.get_epsilon(delta), delta, name)]))
     return notes.done()
 
@@ -168,7 +169,7 @@ def audit_method(name: str, n: int = RELEASES, seed: int = 0, seconds: float | N
         ("end to end", lambda: checks.end_to_end(subject, seed)),
         ("loop", lambda: checks.loop(name, seed)),
     ):
-        notes.take(checks.timed(subject, test, check))
+        notes.take(checks.with_seconds(subject, test, check))
     return notes.done()
 
 
@@ -186,7 +187,7 @@ def audit_methods(names: list[str] | None = None, *, n: int = RELEASES, seed: in
     each = None if seconds is None else seconds * jobs / len(names)
     # A seed of its own for each method: the same noise in all of them would be one draw looked at many times.
     tasks = [(name, n, 1000 * seed + i, each) for i, name in enumerate(names)]
-    notes.take(checks.timed("sampler", "inclusion", lambda: checks.inclusion(Subject(names[0]), seed)))
+    notes.take(checks.with_seconds("sampler", "inclusion", lambda: checks.inclusion(Subject(names[0]), seed)))
     secret = [Subject(m, noise=leaks.secret_noise) for m in ("dp-sgd", "dp-ngd")]
     for test, check in (
         ("noise", lambda: checks.across_runs(secret, "release mode", seed=seed)),
@@ -194,8 +195,8 @@ def audit_methods(names: list[str] | None = None, *, n: int = RELEASES, seed: in
         ("loop", lambda: checks.release_loop(seed)),
         ("distributed", lambda: distributed.check(seed=seed)),
     ):
-        notes.take(checks.timed("release mode", test, check))
-    notes.take(checks.timed("training loop", "resume", lambda: checks.resume_loop(seed)))
+        notes.take(checks.with_seconds("release mode", test, check))
+    notes.take(checks.with_seconds("training loop", "resume", lambda: checks.resume_loop(seed)))
     for report in _side_by_side(tasks, jobs):
         notes.scores.update(report.scores)
         notes.take(report.lines)
@@ -215,14 +216,22 @@ def _side_by_side(tasks: list[tuple], jobs: int) -> Iterator[Report]:
 def audit_release(folder: str | Path, show: Show = lambda line: None) -> Report:
     """Audit what a release left on disk: see `dpngd.audit.release`."""
     notes = _Notes(show)
-    notes.take(checks.timed(Path(folder).name, "release", lambda: release_checks.folder(Path(folder))))
+    notes.take(checks.with_seconds(Path(folder).name, "release", lambda: release_checks.folder(Path(folder))))
     return notes.done()
 
 
-def self_test(show: Callable[[leaks.Outcome], None] = lambda outcome: None) -> list[leaks.Outcome]:
+def self_test(show: Callable[[leaks.Finding], None] = lambda outcome: None) -> list[leaks.Finding]:
     """Plant every leak, and audit it and its clean control. All must be found, and no control flagged."""
     return leaks.run(show)
 
 
-def outcome_dict(outcome: leaks.Outcome) -> dict:
+def code() -> str:
+    """The commit of the audited code, with '+' where the work tree differs; 'unknown' outside a checkout."""
+    try:
+        return importlib.import_module("dpngd.training.record").commit()
+    except ModuleNotFoundError:  # it needs the extra `train`
+        return "unknown"
+
+
+def outcome_dict(outcome: leaks.Finding) -> dict:
     return {**dataclasses.asdict(outcome), "passed": outcome.passed}

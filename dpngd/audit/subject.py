@@ -2,7 +2,7 @@
 
 A `Subject` names the parts that make a private run (network, gradients, builder, noise, sampler, plan); the product's
 own are the defaults, and a planted leak replaces one of them. `Subject.start` builds the method as a training run does,
-from a budget (epsilon, delta) through `methods.spends_of`, and a `Run` makes releases by Algorithm 2.
+from a budget (epsilon, delta) through `methods.spends_of`, and a `Session` makes releases by Algorithm 2.
 
 The spy sits in the geometry: what L gives the mechanism (the exact sums s_j) and what the mechanism hands to R (the
 noisy channels) pass through it. So the audit sees the mechanism from outside, whatever it does in between.
@@ -150,7 +150,7 @@ class Subject:
                                   **more})
 
     def start(self, x: Tensor, y: Tensor, *, epsilon: float, T: int, q: float, K: int = 1, seed: int = 0,
-              B: int | None = None, **more: Any) -> Run:
+              B: int | None = None, **more: Any) -> Session:
         """The method, built for the private set x (N*K, ...), y (N,) as a training run builds it.
 
         B, by which the step divides, is q N unless given: runs on sets of different size must divide alike.
@@ -161,7 +161,7 @@ class Subject:
         dtype = next(model.parameters()).dtype
         x = x.to(dtype)
         per_sample = self.per_sample(model, K=K)
-        run = Run(self, config, model, per_sample, x, y, q, self.noise(seed))
+        run = Session(self, config, model, per_sample, x, y, q, self.noise(seed))
         setting = methods.Setting(config, per_sample, self.plan(config, q, N), SHAPE,
                                   images(60, "public", seed).to(dtype), run.draw_own)
         run.spends, run.built = setting.spends, self.build(setting)
@@ -172,7 +172,7 @@ class Subject:
 
 
 @dataclass
-class Run:
+class Session:
     """A run of Algorithm 2, one step at a time."""
 
     subject: Subject

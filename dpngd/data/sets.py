@@ -52,6 +52,8 @@ class DataSet:
     target: str | None = None  # what a set with several labels is classified by
     views: Views | None = None  # the views that keep a label (private sets); None where there are none
     test_share: float | None = None  # share of our own test split; None for an official one
+    shape: tuple[int, int, int] = (3, 32, 32)  # (C, H, W) and classes, for estimates before anything is loaded
+    classes: int = 10
     about: str = ""  # where images that need no file come from
 
 
@@ -141,16 +143,16 @@ for _name, _label, _more in (
         ("svhn", "SVHN", {"loader": f"{_PRIVATE}:from_file", "file": "svhn", "views": Views(flip=False)}),
         *((f"utkface{suffix}", f"UTKFace{called}",
            {"loader": f"{_PRIVATE}:faces", "file": "utkface", "target": target, "views": Views(),
-            "test_share": 0.1})
-          for suffix, called, target in (("", "", "ethnicity"), ("-gender", ", gender", "gender"),
-                                         ("-age", ", age", "age"))),
+            "test_share": 0.1, "classes": classes})
+          for suffix, called, target, classes in (("", "", "ethnicity", 5), ("-gender", ", gender", "gender", 2),
+                                                  ("-age", ", age", "age", 7))),
         # A crop of an 8x8 digit cuts off half of it: no views.
-        ("digits", "digits", {"loader": f"{_PRIVATE}:digits", "test_share": 0.2})):
+        ("digits", "digits", {"loader": f"{_PRIVATE}:digits", "test_share": 0.2, "shape": (1, 8, 8)})):
     register(DataSet(name=_name, label=_label, private=True, **_more))
 for _name, _label, _more in (
         ("cifar100", "CIFAR-100", {"file": "cifar100"}),
         ("imagenet", "ImageNet", {"file": "imagenet"}),
-        ("photos", "photographs", {"loader": "dpngd.data.synthetic:photos",
+        ("photos", "two photographs", {"loader": "dpngd.data.synthetic:photos",
                                    "about": "photographs embedded in scikit-learn"}),
         ("noise", "1/f noise", {"loader": "dpngd.data.synthetic:noise", "about": "made by dpngd: 1/f noise"}),
         ("dead-leaves", "dead leaves", {"loader": "dpngd.data.synthetic:dead_leaves",

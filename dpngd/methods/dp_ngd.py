@@ -12,7 +12,7 @@ from dpngd.geometry import Kronecker
 from dpngd.gradients import PerSample
 from dpngd.mechanism import GaussianMechanism
 from dpngd.methods import Built, Setting, steps_of
-from dpngd.natural import Estimate, Natural, public_clip
+from dpngd.natural import Estimator, Natural, public_clip
 from dpngd.noise import stream
 
 
@@ -82,7 +82,7 @@ def noise_kl(mechanism: GaussianMechanism, natural: Natural) -> Callable[[], flo
     return lambda: (mechanism.noise_std[0] / mechanism.B) ** 2 / 2 * natural.noise_energy()
 
 
-def whitened(setting: Setting, estimate: Estimate, held: dict[str, Any], floor: Floor | None = None,
+def whitened(setting: Setting, estimate: Estimator, held: dict[str, Any], floor: Floor | None = None,
              start: list[LayerCurvature] | None = None) -> Built:
     """The method's geometry around an estimate of F, which draws from the sources in `held`.
 

@@ -442,7 +442,7 @@ GOALS = {
 
 # ---- What the benchmark times: one training step of each contender, on the same model, batch and public images -------
 
-Step = Callable[[], None]
+Action = Callable[[], None]
 GEP_DIRECTIONS = 1000
 GEP_GIB = 4.0
 """A basis that needs more memory than this is not timed: the benchmark is for ordinary machines."""
@@ -476,8 +476,8 @@ class Bench:
 class Contender:
     """`step` is done every iteration, `refresh` once every T_cur of them (its time is amortised)."""
 
-    step: Step
-    refresh: Step | None = None
+    step: Action
+    refresh: Action | None = None
 
 
 def plain(bench: Bench) -> Contender:
@@ -568,7 +568,7 @@ def program(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return cnn, F.interpolate(x, size=28, mode="bilinear"), digits.y_train
 
 
-def opacus_loop(name: str, wrap: dict | None, blocks: int) -> tuple[Step, float, object]:
+def opacus_loop(name: str, wrap: dict | None, blocks: int) -> tuple[Action, float, object]:
     """(one block of steps of an Opacus program, seconds to construct DPNGD, the optimizer)."""
     from opacus import PrivacyEngine
     from torch.utils.data import DataLoader, TensorDataset

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dpngd.data import sets
 from dpngd.methods import METHODS
 from dpngd.suite.params import SEARCHES
 from dpngd.suite.profiles import Profile
@@ -31,9 +32,6 @@ EIGEN = 9.0
 PEAK = {"NVIDIA RTX 3090": 35.6e12}  # flop/s in float32, the vendor's number
 UTILISATION = 0.3
 PRICE = 0.3  # US dollars per GPU-hour
-IMAGE_SHAPES = {"digits": ((1, 8, 8), 10), "utkface": ((3, 32, 32), 5)}  # (C, H, W) and classes; the others as CIFAR-10
-SAME = {"dp-sgd-pt": "dp-sgd", "dp-sgd-kl": "dp-ngd"}
-"""Methods whose step costs what another's does; an arm of DP-NGD costs what DP-NGD does."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +46,23 @@ class Flops:
 
 def flops_of(config: RunConfig) -> float:
     """The flops of a whole run."""
-    data = config.data if config.data in IMAGE_SHAPES else "cifar10"
-    f = measured(base_of(config.method), config.model, data, config.K)
+    entry = sets.SETS.get(config.data)
+    shape, classes = (entry.shape, entry.classes) if entry else (sets.DataSet.shape, sets.DataSet.classes)
+    f = measured(base_of(config.method), config.model, config.K, shape, classes)
     refreshes = 0 if config.T_cur is None else math.ceil(config.T / config.T_cur)
     return (config.T * (config.B * config.K * f.per_view + f.per_step)
             + refreshes * ((config.public_size or config.B) * f.per_image + f.per_refresh))
 
 
 def base_of(method: str) -> str:
-    """The method whose flops stand for this one's."""
+    """The method whose flops are taken for this one's: the first with curvature, or the first of the same builder."""
     entry = METHODS[method]
-    return SAME.get(method) or ("dp-ngd" if entry.second_order else method)
+    return next(m.name for m in METHODS.values()
+                if (m.second_order if entry.second_order else m.builder == entry.builder))
 
 
 @functools.cache
-def measured(method: str, model: str, data: str, K: int) -> Flops:
+def measured(method: str, model: str, K: int, shape: tuple[int, int, int], classes: int) -> Flops:
     """Count the flops of a method on a network, with the floor at the middle of F's spectrum for DP-NGD."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -74,9 +74,8 @@ def measured(method: str, model: str, data: str, K: int) -> Flops:
     from dpngd.suite.bench import Bench, settings_of
     from dpngd.training import models
 
-    shape, classes = IMAGE_SHAPES.get(data, ((3, 32, 32), 10))
     net = models.build(model, classes=classes, in_channels=shape[0], size=shape[1], generator=stream(0, "weights"))
-    g = stream(0, "cost")
+    g, uses = stream(0, "cost"), METHODS[method].uses
 
     def images(n: int) -> torch.Tensor:
         return torch.randn(n, *shape, generator=g)
@@ -88,7 +87,7 @@ def measured(method: str, model: str, data: str, K: int) -> Flops:
 
     def built(n: int) -> methods.Built:
         bench = Bench(net, images(K), torch.zeros(1, dtype=torch.long), K, images(n), 0.01, 128)
-        config = replace(settings_of(method, bench), **({"gep_directions": 40} if method == "gep" else {}))
+        config = replace(settings_of(method, bench), **({"gep_directions": 40} if "gep_directions" in uses else {}))
         per_sample = PerSample(net, K=K, check=False)
         return methods.build(methods.Setting(config, per_sample, [Spend("gradients", 1.0, 1e-5, sigma=1.0)], shape,
                                              bench.public))

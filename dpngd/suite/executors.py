@@ -82,7 +82,7 @@ class Inline:
             yield config, task(config)
 
 
-class Processes:
+class LocalProcesses:
     """Runs the tasks in worker processes of one thread each.
 
     Workers are fresh interpreters that speak over pipes, neither forks nor multiprocessing: that works from

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 PHASES = {"gradients": "per-sample gradients", "whitening": "norms and maps", "mechanism": "norms, maps, sums, noise",
           "curvature": "curvature or basis", "step": "length of the step", "rest": "rest"}
 AXES = {"T_cur": "T_cur: steps between estimates", "p": "p: exponent", "T1": "T1: warm-up share"}
-SOURCE_NAMES = {"cifar100": "CIFAR-100", "imagenet": "ImageNet", "cifar100+imagenet": "CIFAR-100 + ImageNet",
-           "photos": "two photographs", "noise": "1/f noise", "dead-leaves": "dead leaves"}
 FREE = "dp-ngd-free"
 
 
@@ -509,7 +507,7 @@ def sizes(runs: Runs) -> Figure:
 
 def sources(runs: Runs) -> Figure:
     """DP-NGD with each public set, in points above DP-SGD."""
-    groups = [(SOURCE_NAMES.get(source, source), {"method": m, "public": source})
+    groups = [(" + ".join(map(sets.label, source.split("+"))), {"method": m, "public": source})
               for source in runs.values("public") for m in runs.methods() if m != "dp-sgd"]
     return dots(runs, groups, "DP-NGD's lead over DP-SGD by what the public images are", against={"method": "dp-sgd"},
                 xlabel="points above DP-SGD", better="DP-NGD better",

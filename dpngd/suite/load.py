@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from dpngd.suite.executors import Executor, Outcomes, Processes, Task
+from dpngd.suite.executors import Executor, LocalProcesses, Outcomes, Task
 from dpngd.suite.store import Store, encode, jsonable
 from dpngd.suite.sweep import ensure
 from dpngd.training.config import RunConfig
@@ -133,7 +133,7 @@ def main(args: argparse.Namespace) -> int:
     """Measure, and print the table or the JSON."""
     jobs = os.cpu_count() or 1
     report: dict[str, Any] = {"load": os.getloadavg()[0], "cores": jobs,
-                              "processes": through(Processes(jobs), jobs, RUNS)}
+                              "processes": through(LocalProcesses(jobs), jobs, RUNS)}
     if importlib.util.find_spec("ray") is None:
         report["ray"] = "not measured: ray is not installed (pip install 'dpngd[cluster]')"
     else:

@@ -505,8 +505,10 @@ class Profile:
         cost, entry = self.settings["cost"], METHODS[config.method]
         if config.model not in cost["per_sample"]:
             raise UsageError(f"{self.name}: cost.per_sample: {unknown('network', config.model, cost['per_sample'])}")
-        kind = "gep" if config.method == "gep" else "second_order" if entry.second_order else "first_order"
-        samples = config.T * config.B * config.K * cost["per_sample"][config.model][kind]
+        measured = cost["per_sample"][config.model]
+        order = "second_order" if entry.second_order else "first_order"
+        kind = config.method if config.method in measured else order
+        samples = config.T * config.B * config.K * measured[kind]
         refreshes = math.ceil(config.T / config.T_cur) if config.T_cur and kind != "first_order" else 0
         return cost["start"] + samples + refreshes * cost["refresh"][config.model] * (config.public_size or 500) / 500
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpngd import progress
 from dpngd.errors import UsageError
-from dpngd.suite.executors import Executor, Inline, Outcome, Outcomes, Processes, Task, failed
+from dpngd.suite.executors import Executor, Inline, LocalProcesses, Outcome, Outcomes, Task, failed
 from dpngd.suite.store import Store
 from dpngd.training.config import RunConfig
 
@@ -99,7 +99,7 @@ def _executor(missing: Sequence[RunConfig], jobs: int, seconds: Callable[[RunCon
         from dpngd.suite import bench  # late: it loads torch
 
         jobs = bench.layout(jobs).processes
-    return Inline() if jobs == 1 else Processes(jobs)
+    return Inline() if jobs == 1 else LocalProcesses(jobs)
 
 
 def shard(configs: Iterable[RunConfig], part: str | None) -> list[RunConfig]:

@@ -31,7 +31,7 @@ BATCH, PUBLIC, DRAWS, BINS = 64, 200, 40, 12
 C, SIGMA, ETA_SGD, FLOOR = 1.0, 1.0, 2.0, 0.05
 
 
-class Subject:
+class Example:
     """A network, the gradients of one batch of digits, and K-FAC's curvature from patches of photographs."""
 
     def __init__(self, seed: int):
@@ -71,7 +71,7 @@ def dense(F: LayerCurvature, u: Tensor, power: float, floor: float) -> Tensor:
     return F.Q_G @ (spectrum * (F.Q_G.mT @ u @ F.Q_A)) @ F.Q_A.mT
 
 
-def theorem_1(subject: Subject, floor: float = FLOOR) -> tuple[Chi, list[tuple[Chi, float, float]]]:
+def theorem_1(subject: Example, floor: float = FLOOR) -> tuple[Chi, list[tuple[Chi, float, float]]]:
     """Mean and covariance of the released direction against Theorem 1 (eta = 1), in units of the predicted noise."""
     c = subject.clip(floor)
     scale = SIGMA * C / BATCH
@@ -98,7 +98,7 @@ def theorem_1(subject: Subject, floor: float = FLOOR) -> tuple[Chi, list[tuple[C
     return Chi("mean", error / len(z), len(z)), rows
 
 
-def duality(subject: Subject, eta: float = 0.01, floor: float = FLOOR, samples: int = 24) -> list[dict]:
+def duality(subject: Example, eta: float = 0.01, floor: float = FLOOR, samples: int = 24) -> list[dict]:
     """KL of the step that one clipped sample makes alone: by the quadratic form, and by the network's outputs.
 
     C is the median norm here, so that about half of the samples are clipped."""
@@ -120,7 +120,7 @@ def duality(subject: Subject, eta: float = 0.01, floor: float = FLOOR, samples: 
     return rows
 
 
-def safety(subject: Subject, lambda_safe: float = 0.3) -> list[dict]:
+def safety(subject: Example, lambda_safe: float = 0.3) -> list[dict]:
     """E||step||^2 at the floor lambda_safe and below it, at the rate that lambda_safe implies."""
     eta = eta_ngd(lambda_safe, C, ETA_SGD, 1.0)
     bound = ETA_SGD**2 * (1 + subject.d * SIGMA**2 / BATCH**2)
@@ -155,7 +155,7 @@ def measure(profile: Profile, seeds: tuple[int, ...] = (0, 1), **given) -> Theor
     """Everything that notebook 00 decides."""
     means, spectrum, kl, steps = [], [], [], []
     for seed in seeds:
-        subject = Subject(seed)
+        subject = Example(seed)
         mean, bins = theorem_1(subject)
         means.append(mean)
         spectrum += bins

@@ -7,7 +7,7 @@
 
 All trials are on a validation part of the private training set, with seeds that no other run has: the test set chooses
 nothing. They are stored as any run is, so a search that was ended goes on where it was. What is chosen follows from the
-stored trials alone (`plan`), in this order for each data set and epsilon:
+stored trials alone (`search_plan`), in this order for each data set and epsilon:
 
 1. DP-SGD: its grid, then `second` more trials, shared among the T's. At each T the best few are repeated with more
    seeds, and one is chosen: eta_sgd(T). Of these, one is DP-SGD's own.
@@ -197,7 +197,7 @@ class Waiting(Exception):
         self.missing = missing
 
 
-def plan(name: str, get: Get) -> Plan:
+def search_plan(name: str, get: Get) -> Plan:
     """The search of a profile, as far as `get` has its trials."""
     found = Plan({"eta_sgd": {}, "methods": {}}, {"second": {}, "finalists": {}})
     stated = profiles.untuned(name)
@@ -438,7 +438,7 @@ def search(name: str, store: Store, jobs: int = 2) -> Plan:
     """All trials, round by round; what is chosen is written for each data set once all of it is."""
     check_gate(profiles.untuned(name))
     while True:
-        found = plan(name, store.get)
+        found = search_plan(name, store.get)
         write_chosen(name, found)
         if not found.missing:
             return found
@@ -480,7 +480,7 @@ class _Dumper(yaml.SafeDumper):
 def train_trials_of_shard(name: str, store: Store, jobs: int, part: str, gated: bool = False) -> str:
     """Train one part of the trials that can be run now. It chooses nothing: that needs the trials of all parts."""
     profile = profiles.untuned(name)
-    mine = sweep.shard(gate(profile, store.get)[1] if gated else plan(name, store.get).missing, part)
+    mine = sweep.shard(gate(profile, store.get)[1] if gated else search_plan(name, store.get).missing, part)
     sweep.ensure(mine, store=store, jobs=jobs, seconds=profile.seconds)
     return (f"shard {part}: its {len(mine)} trials are stored; when all shards have ended, `dpngd tune {name}"
             f"{' --gate' if gated else ''}` chooses among them and goes on with the next round")
@@ -517,7 +517,7 @@ def main(args: argparse.Namespace) -> int:
         found = gate(profile, store.get)[0] if args.show else run_gate(args.profile, store, args.jobs)
         print(gate_text(profile, found))
         return 0
-    found = plan(args.profile, store.get) if args.show else search(args.profile, store, args.jobs)
+    found = search_plan(args.profile, store.get) if args.show else search(args.profile, store, args.jobs)
     print(told(args.profile, found))
     if not args.show:
         progress.say(f"written to params/tuned/{args.profile}.yaml; notebook 06 shows every trial")

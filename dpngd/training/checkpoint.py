@@ -55,7 +55,7 @@ NAME = "run.checkpoint"
 log = logging.getLogger("dpngd.checkpoint")
 
 
-class Refused(Exception):
+class Unusable(Exception):
     """A checkpoint that cannot be used, and why."""
 
 
@@ -95,10 +95,10 @@ class Checkpoint:
         try:
             step, states = group.first(self._read)
             if states.keys() != held.keys():
-                raise Refused("is of another version of dpngd (its parts differ)")
+                raise Unusable("is of another version of dpngd (its parts differ)")
         except FileNotFoundError:
             return 0
-        except Refused as refused:
+        except Unusable as refused:
             if not self.automatic:
                 raise UsageError(f"{self.path} {refused}: name another folder, or remove it to start again") from None
             log.warning("%s %s: the run starts again", self.path, refused)
@@ -137,21 +137,21 @@ class Checkpoint:
                     path.unlink()
 
     def _read(self) -> tuple[int, dict[str, Any]]:
-        """The step and the states of the checkpoint; raises Refused."""
+        """The step and the states of the checkpoint; raises Unusable."""
         line, _, state = self.path.read_bytes().partition(b"\n")
         try:
             header = json.loads(line)
             checksum = header.pop("checksum")
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise Refused("is damaged (it has no header)") from None
+            raise Unusable("is damaged (it has no header)") from None
         if checksum != _checksum(header, state):
-            raise Refused("is damaged (its checksum differs)")
+            raise Unusable("is damaged (its checksum differs)")
         for names, what in ((("format", "dpngd", "record"), "is of another version of dpngd"),
                             (("key",), f"is of another run, {header.get('run')}"), (("data",), "is of other data"),
                             (("arithmetic",), "is of a machine that rounds differently"),
                             (("processes",), "is of a run on another number of processes")):
             if any(header.get(name) != self.whose[name] for name in names):
-                raise Refused(what)
+                raise Unusable(what)
         return header["step"], torch.load(io.BytesIO(state), weights_only=True)
 
 

@@ -20,7 +20,7 @@ from dpngd.geometry import Kronecker
 from dpngd.gradients import PerSample
 from dpngd.layers import Dense, Factors, trainable_layers
 from dpngd.noise import stream
-from dpngd.opacus import DPNGD, Budget, Deferred, GradSample, LastingProbe, Sampler, Whitening
+from dpngd.opacus import DPNGD, Deferred, GradSample, LastingBudget, LastingProbe, Sampler, Whitening
 from dpngd.steps import Probe
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Opacus warns about itself in many places
@@ -353,7 +353,7 @@ def test_a_step_that_the_noise_ends_takes_one_pass():
         assert last.s <= limit * (1 + 1e-9)
         if i:
             assert (last.passes, last.s) == (1, pytest.approx(limit))
-    assert isinstance(optimizer.steps, Budget)
+    assert isinstance(optimizer.steps, LastingBudget)
     assert isinstance(optimizer.steps.probe, LastingProbe)
 
 

@@ -78,3 +78,18 @@ def test_the_public_names_are_there():
     assert set(dpngd.__all__) <= set(dir(dpngd))
     with pytest.raises(AttributeError, match="no attribute 'DPNDG'"):
         _ = dpngd.DPNDG
+
+
+def test_no_two_things_have_one_name():
+    """No class twice in the package, and no function or class whose name says another thing in another module.
+
+    Functions that do the same for another module (build, register, main) share a name on purpose; constants may.
+    """
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) or (
+                    isinstance(node, ast.FunctionDef) and node.name in {"plan", "published", "timed"}):
+                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+    assert {"plan", "published", "timed"} <= set(found)

@@ -9,7 +9,7 @@ from dpngd.data import sets
 from dpngd.errors import UsageError
 from dpngd.geometry import Euclidean
 from dpngd.mechanism import GaussianMechanism
-from dpngd.suite import command, figures
+from dpngd.suite import command, cost, figures
 from dpngd.suite.runs import Runs
 from dpngd.training import models
 from dpngd.training.config import RunConfig
@@ -51,6 +51,7 @@ def test_a_method_added_at_run_time_trains_is_timed_and_drawn(halved, capsys):
     assert command.bench(["--models", "small", "--batch", "4", "--repeats", "1", "--public", "60", "--threads", "1",
                        "--no-memory", "--quiet", "--contenders", "halved", "dp-sgd"]) == 0
     assert "halved" in capsys.readouterr().out
+    assert cost.flops_of(digits("halved")) > 0.9 * cost.flops_of(digits("dp-sgd"))
 
     records = [half.to_dict(), run(digits("dp-sgd")).to_dict()]
     configs = [digits("halved"), digits("dp-sgd")]

@@ -48,8 +48,8 @@ def test_the_figure_counts_every_score(tmp_path):
 def test_the_self_test_has_a_row_per_leak():
     from dpngd.audit.report import outcome_dict
 
-    found = leaks.Outcome("q counted half", "accounting", "factor 2", True, "accounting (7.0)", True, "", "0.5 %", 0.31)
-    missed = leaks.Outcome("another", "noise", "2 %", False, "", False, "noise (0.98)", "nothing", 0.2)
+    found = leaks.Finding("q counted half", "accounting", "factor 2", True, "accounting (7.0)", True, "", "0.5 %", 0.31)
+    missed = leaks.Finding("another", "noise", "2 %", False, "", False, "noise (0.98)", "nothing", 0.2)
     printed = json.dumps({"leaks": [outcome_dict(o) for o in (found, missed)]})
     shown, name, caption, _ = tables.self_test(json.loads(printed))
     assert name == "audit_self_test"

@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpngd.data import load_private, sets
+from dpngd.errors import UsageError
 from dpngd.methods import METHODS
 from dpngd.suite import command, cost, profiles, study
 
-SMALL = {"model": "small", "data": "digits", "K": 1}
+SMALL = {"model": "small", "K": 1, "shape": (1, 8, 8), "classes": 10}
 
 
 def config(method, **changes):
@@ -40,8 +42,19 @@ def test_a_run_is_linear_in_its_steps_and_batch():
 
 
 def test_every_method_has_a_cost():
-    for name in METHODS:
-        assert cost.base_of(name) in METHODS
+    found = {name: cost.base_of(name) for name in METHODS}
+    assert set(found.values()) == {"dp-sgd", "gep", "adadps", "dp-ngd", "adadps-kl"}
+    assert (found["dp-sgd-pt"], found["dp-sgd-kl"], found["dp-ngd-pre"]) == ("dp-sgd", "dp-ngd", "dp-ngd")
+
+
+@pytest.mark.parametrize("name", ["digits", "utkface"])
+def test_shape_and_classes_of_a_set_are_those_of_its_images(name):
+    """Estimates read them from the set's entry, before anything is loaded."""
+    try:
+        private = load_private(name, download=False)
+    except UsageError as absent:
+        pytest.skip(str(absent))
+    assert (private.shape, private.classes) == (sets.SETS[name].shape, sets.SETS[name].classes)
 
 
 @given(hours=st.lists(st.floats(0.1, 10), min_size=1, max_size=30), workers=st.integers(1, 8))

@@ -88,8 +88,8 @@ def test_one_job_stays_in_this_process_and_more_are_workers_of_one_thread(store)
 
 
 @pytest.mark.parametrize(("hours", "jobs", "processes", "expected"), [
-    (1.0, 2, 1, sweep.Inline), (1.0, 2, 2, sweep.Processes), (0.1, 2, 1, sweep.Processes), (1.0, 3, 1, sweep.Processes),
-    (1.0, 1, 2, sweep.Inline)])
+    (1.0, 2, 1, sweep.Inline), (1.0, 2, 2, sweep.LocalProcesses), (0.1, 2, 1, sweep.LocalProcesses),
+    (1.0, 3, 1, sweep.LocalProcesses), (1.0, 1, 2, sweep.Inline)])
 def test_a_long_sweep_on_all_cores_uses_them_as_was_faster(hours, jobs, processes, expected, monkeypatch):
     """Short sweeps, other numbers of jobs and a run function of the caller's are not worth or open to a measurement."""
     asked = []
@@ -98,7 +98,7 @@ def test_a_long_sweep_on_all_cores_uses_them_as_was_faster(hours, jobs, processe
     made = sweep._executor([config(0), config(1)], jobs, lambda c: 1800 * hours)
     assert isinstance(made, expected)
     assert asked == ([2] if hours == 1.0 and jobs == 2 else [])
-    assert isinstance(sweep._executor([config(0)], jobs, None), sweep.Inline if jobs == 1 else sweep.Processes)
+    assert isinstance(sweep._executor([config(0)], jobs, None), sweep.Inline if jobs == 1 else sweep.LocalProcesses)
 
 
 def test_a_dataclass_is_a_record_and_torch_has_one_thread(store):

@@ -184,7 +184,7 @@ def test_rounds_follow_one_another_and_all_methods_have_as_many_trials(mine, mon
                if c.T != 32]
         assert len(own) == len({c.key() for c in own}) == 10
     assert sum(rounds) == len(profile.configs("tuning")), "what the notebooks will ask for is what was run"
-    assert not tuning.plan("mine", mine.get).missing
+    assert not tuning.search_plan("mine", mine.get).missing
 
 
 def test_later_trials_are_counted_before_they_are_known(mine, monkeypatch):
@@ -270,10 +270,10 @@ def test_another_network_is_searched_for_itself(mine, monkeypatch):
 
 
 def test_a_data_set_is_written_when_all_of_it_is_chosen(mine, monkeypatch):
-    assert not tuning.plan("mine", mine.get).done
+    assert not tuning.search_plan("mine", mine.get).done
     for c in load("mine").trials("dp-sgd", "cifar10", 1):
         mine.put(c[1], record(c[1], 0.5))
-    found = tuning.plan("mine", mine.get)
+    found = tuning.search_plan("mine", mine.get)
     tuning.write_chosen("mine", found)
     assert not (paths.PARAMS / "tuned").exists()
     assert {(c.method, c.epsilon) for c in found.missing} == {("dp-sgd", 1), ("dp-sgd", 8)}
@@ -295,7 +295,7 @@ def test_shards_of_a_round_are_its_trials_and_choose_nothing(mine, monkeypatch):
     monkeypatch.setattr(tuning.sweep, "ensure", lambda configs, store, jobs, seconds: rounds.append(configs))
     told = [tuning.train_trials_of_shard("mine", mine, 1, f"{i}/4") for i in range(1, 5)]
     keys = [c.key() for part in rounds for c in part]
-    assert sorted(keys) == sorted(c.key() for c in tuning.plan("mine", mine.get).missing)
+    assert sorted(keys) == sorted(c.key() for c in tuning.search_plan("mine", mine.get).missing)
     assert told[0].startswith(f"shard 1/4: its {len(rounds[0])} trials are stored; when all shards have ended")
     assert not (paths.PARAMS / "tuned").exists()
 
@@ -470,7 +470,7 @@ def test_shipped_winners_are_those_of_the_shipped_trials(name):
     store = Store(name)
     if not store.shipped_path.exists() or not params.written(name):
         pytest.skip(f"{name} ships no results of its search: its trials are run live, or not yet")
-    found, written = tuning.plan(name, store.get), params.written(name)
+    found, written = tuning.search_plan(name, store.get), params.written(name)
     assert not found.missing
     assert found.tuned == {k: v for k, v in written.items() if k != "digest"}
     assert found.trials == {k: v for k, v in params.written(name, "-trials").items() if k != "digest"}
