@@ -122,7 +122,7 @@ class Kronecker:
         self.curvature: list[LayerCurvature] = []
         self.layers: list[ClampedLayer] = []
         self.lambda_t = float("nan")
-        self.recomputed = 0  # samples whose norm needed float64, for diagnosis
+        self.recomputed = 0  # samples whose norm needed float64, for diagnosis: two threads may lose a count
 
     def set(self, curvature: list[LayerCurvature], lambda_t: float, dtype: torch.dtype = torch.float32) -> None:
         """Fix F~ for the coming step. Must not depend on the batch: curvature is public, lambda_t a schedule."""

@@ -39,9 +39,10 @@ NOT covered by the guarantee: do not publish them from a real deployment.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +72,21 @@ class Geometry(Protocol):
 
     def back(self, releases: list[Blocks]) -> Blocks:
         """R: from the noisy channels to a direction in parameter space."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one micro-batch adds to the sums of a batch. Private: nothing in here may be published."""
+
+    terms: list[list[Blocks]]  # for each channel, what is added to its sum, in order
+    seen: int
+    norms: Tensor  # (J, samples), finite samples only
+    losses: Tensor  # (samples,)
+
+
+Each = Callable[[Callable[[SampleGradients], Share], Iterable[Any]], Iterable[Share]]
+"""Applies a function to the gradients of every micro-batch, in order: `map` where they are at hand, or one that also
+computes them, on several cores (`training.parallel.Workers.map`)."""
 
 
 @dataclass(frozen=True)
@@ -124,36 +140,43 @@ class GaussianMechanism:
         """Standard deviation of each channel's noise, before the division by B."""
         return tuple(self.sigma * math.sqrt(len(self.clips)) * C for C in self.clips)
 
-    def clipped_sums(self, batches: Iterable[SampleGradients], geometry: Geometry, zeros: Blocks) -> Clipped:
+    def clipped_sums(self, batches: Iterable[Any], geometry: Geometry, zeros: Blocks, each: Each = map) -> Clipped:
         """s_j of every channel, before noise: what the sensitivity is stated of. `zeros` gives the shapes.
 
-        They, and what else is returned, are of the whole batch on every process.
+        They, and what else is returned, are of the whole batch on every process. `each` decides where the shares of
+        micro-batches are computed; they are added up here, in float64 and in order, so that it changes no bit.
         """
         sums = [[z.to(torch.float64, copy=True) for z in zeros] for _ in self.clips]
         seen, norms, losses = 0, [], []
-        for g in batches:
-            seen += len(g)
-            squares, fragile = geometry.sq_norms(g)
-            n = squares.sqrt()
-            finite = n.isfinite().all(0)
-            if not finite.all():  # 0 * nan is nan: such samples are taken out, not weighted by zero
-                keep = finite.nonzero()[:, 0]
-                g, n, fragile = g.select(keep), n[:, keep], fragile[keep]
-            norms.append(n)
-            losses.append(g.losses)
-            if len(g) == 0:
-                continue
-            for C, total, n_j in zip(self.clips, sums, n, strict=True):
-                c = (C * (1 - ROUNDING) / n_j).clamp(max=1.0)
-                for part, weights in _parts(g, c, fragile):
-                    for block, term in zip(total, part.weighted_sum(weights), strict=True):
-                        block += term
+        for share in each(partial(self.share, geometry=geometry), batches):
+            seen += share.seen
+            norms.append(share.norms)
+            losses.append(share.losses)
+            for total, terms in zip(sums, share.terms, strict=True):
+                for term in terms:
+                    for block, part in zip(total, term, strict=True):
+                        block += part
         empty = zeros[0].new_zeros(len(self.clips), 0)
         whole = iter(self.group.sum([block for channel in sums for block in channel]))
         sums = [[next(whole) for _ in channel] for channel in sums]
         sums = [[block.to(zeros[0].dtype) for block in channel] for channel in geometry.into(sums)]
         return Clipped(sums, sum(self.group.all(seen)), self.group.join(torch.cat([empty, *norms], 1), 1),
                        self.group.join(torch.cat([empty[0], *losses]), 0))
+
+    def share(self, g: SampleGradients, geometry: Geometry) -> Share:
+        """c_ij and sum_i c_ij g_i of one micro-batch. It depends on g, the fixed geometry and the clips alone."""
+        seen, (squares, fragile) = len(g), geometry.sq_norms(g)
+        n = squares.sqrt()
+        finite = n.isfinite().all(0)
+        if not finite.all():  # 0 * nan is nan: such samples are taken out, not weighted by zero
+            keep = finite.nonzero()[:, 0]
+            g, n, fragile = g.select(keep), n[:, keep], fragile[keep]
+        terms: list[list[Blocks]] = [[] for _ in self.clips]
+        if len(g):
+            for C, own, n_j in zip(self.clips, terms, n, strict=True):
+                c = (C * (1 - ROUNDING) / n_j).clamp(max=1.0)
+                own += [part.weighted_sum(weights) for part, weights in _parts(g, c, fragile)]
+        return Share(terms, seen, n, g.losses)
 
     def add_noise(self, sums: list[Blocks], noise: Noise) -> list[Blocks]:
         """s_j + sigma sqrt(J) C_j xi_j for every channel, on its grid: from here on nothing is private.
@@ -174,9 +197,10 @@ class GaussianMechanism:
         step = grid(std)
         return (s + noise(s, std)).div_(step).round_().mul_(step).to(block.dtype)
 
-    def release(self, batches: Iterable[SampleGradients], geometry: Geometry, zeros: Blocks, noise: Noise) -> Release:
-        """One private step from the micro-batches of a Poisson sample."""
-        s = self.clipped_sums(batches, geometry, zeros)
+    def release(self, batches: Iterable[Any], geometry: Geometry, zeros: Blocks, noise: Noise, each: Each = map,
+                ) -> Release:
+        """One private step from the micro-batches of a Poisson sample; `each` as in `clipped_sums`."""
+        s = self.clipped_sums(batches, geometry, zeros, each)
         noisy = self.add_noise(s.sums, noise)
         clips = s.norms.new_tensor(self.clips).unsqueeze(1)
         return Release(

@@ -27,7 +27,7 @@ from dpngd.errors import UsageError
 from dpngd.geometry import Euclidean
 from dpngd.gradients import Blocks, PerSample, SampleGradients, cross_entropy
 from dpngd.layers import trainable_layers
-from dpngd.mechanism import ROUNDING, Clipped, GaussianMechanism, Release
+from dpngd.mechanism import ROUNDING, Each, GaussianMechanism, Release, Share
 from dpngd.noise import Noise, SecretNoise, stream
 from dpngd.opacus import DPNGD
 from dpngd.sampling import PoissonSampler
@@ -94,9 +94,10 @@ class NoRoot(GaussianMechanism):
 class ActualSize(GaussianMechanism):
     """Divides by the size of the batch, which is private."""
 
-    def release(self, batches: Iterable[SampleGradients], geometry: Any, zeros: Blocks, noise: Noise) -> Release:
+    def release(self, batches: Iterable[SampleGradients], geometry: Any, zeros: Blocks, noise: Noise,
+                each: Each = map) -> Release:
         batches = list(batches)
-        out = super().release(batches, geometry, zeros, noise)
+        out = super().release(batches, geometry, zeros, noise, each)
         scale = self.B / max(1, sum(len(g) for g in batches))
         return dataclasses.replace(out, direction=[b * scale for b in out.direction])
 
@@ -104,15 +105,10 @@ class ActualSize(GaussianMechanism):
 class WeightedByZero(GaussianMechanism):
     """A sample that is not finite gets weight 0: but 0 * nan is nan."""
 
-    def clipped_sums(self, batches: Iterable[SampleGradients], geometry: Any, zeros: Blocks) -> Clipped:
-        total, norms, losses, seen = [z.double() for z in zeros], [], [], 0
-        for g in batches:
-            n = geometry.sq_norms(g)[0].sqrt()
-            c = torch.where(n[0].isfinite(), (self.clips[0] * (1 - ROUNDING) / n[0]).clamp(max=1.0), 0.0)
-            total = [t + s for t, s in zip(total, g.weighted_sum(c), strict=True)]
-            seen, norms, losses = seen + len(g), [*norms, n], [*losses, g.losses]
-        return Clipped(geometry.into([total]), seen, torch.cat([zeros[0].new_zeros(1, 0), *norms], 1),
-                       torch.cat([zeros[0].new_zeros(0), *losses]))
+    def share(self, g: SampleGradients, geometry: Any) -> Share:
+        n = geometry.sq_norms(g)[0].sqrt()
+        c = torch.where(n[0].isfinite(), (self.clips[0] * (1 - ROUNDING) / n[0]).clamp(max=1.0), 0.0)
+        return Share([[g.weighted_sum(c)]], len(g), n, g.losses)
 
 
 class RawNorms:

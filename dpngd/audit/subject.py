@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dpngd import methods
 from dpngd.errors import UsageError
 from dpngd.gradients import Blocks, PerSample, SampleGradients
-from dpngd.mechanism import GaussianMechanism, Geometry
+from dpngd.mechanism import Each, GaussianMechanism, Geometry
 from dpngd.noise import Noise, seeded_noise, stream
 from dpngd.privacy import Spend
 from dpngd.sampling import PoissonSampler
@@ -111,9 +111,10 @@ def watched(censor: bool = False) -> Iterator[list[Seen]]:
     seen: list[Seen] = []
     original = GaussianMechanism.release
 
-    def release(self: GaussianMechanism, batches: Iterable, geometry: Geometry, zeros: Blocks, noise: Noise) -> Any:
+    def release(self: GaussianMechanism, batches: Iterable, geometry: Geometry, zeros: Blocks, noise: Noise,
+                each: Each = map) -> Any:
         spy = Spy(geometry, censor)
-        out = original(self, batches, spy, zeros, noise)
+        out = original(self, batches, spy, zeros, noise, each)
         seen.append(Seen(self, spy.sums, spy.noisy, out.direction))
         return out
 

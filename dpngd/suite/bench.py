@@ -667,10 +667,11 @@ def private(name: str, gep_directions: int = GEP_DIRECTIONS) -> Callable[[Bench]
         noise = seeded_noise(0)
 
         def step() -> None:
-            batches = workers.gradients(pieces(bench.x, bench.y, bench.K, views))
-            release = built.mechanism.release(batches, built.geometry, per_sample.zeros(), noise)
-            s = built.steps(per_sample.to_params(release.direction), built.noise_kl).s
-            per_sample.add_(release.direction, -s)
+            with workers.alone():
+                release = built.mechanism.release(pieces(bench.x, bench.y, bench.K, views), built.geometry,
+                                                  per_sample.zeros(), noise, workers.map)
+                s = built.steps(per_sample.to_params(release.direction), built.noise_kl).s
+                per_sample.add_(release.direction, -s)
 
         def refresh() -> None:
             built.prepare(0)

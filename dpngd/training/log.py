@@ -33,7 +33,7 @@ class Clock:
 
     setup        data, calibration, start; at the end what was spent
     curvature    what the method estimates before a step (F, moments, basis)
-    gradients    forward and backward passes, and per-sample gradients
+    gradients    forward and backward passes, and per-sample gradients (several threads: norms and sums as well)
     step         how far to go: passes over the probe of a KL budget
     mechanism    norms ||L g_i||, clipping, weighted sums, L, noise and R
     evaluation   accuracy on the test part

@@ -1,8 +1,9 @@
 """Per-sample gradients on several cores: micro-batches side by side, each on one core.
 
 Small networks gain little from two threads inside every operation; two micro-batches at a time keep both cores busy
-(`dpngd bench` shows by how much). Each worker thread has a replica of the model that shares its parameters' memory,
-since a pass registers hooks on the modules. Results come in order, and are those of one thread, bit for bit.
+(`dpngd bench` shows by how much). What the mechanism does with a micro-batch (norms, clipping, weighted sums) is done
+by the same worker. Each worker thread has a replica of the model that shares its parameters' memory, since a pass
+registers hooks on the modules. Results come in order, and are those of one thread, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import ctypes
 import functools
 import queue
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from dpngd.gradients import PerSample, SampleGradients
 from dpngd.training.log import Clock
 
 Batch = Iterable[tuple[Tensor, Tensor]]
+T = TypeVar("T")
 
 
 def replica(model: nn.Module) -> nn.Module:
@@ -44,41 +47,64 @@ class Workers:
                 model = replica(per_sample.model)
                 self._free.put(PerSample(model, per_sample.loss, per_sample.K, check=False))
 
-    def gradients(self, batch: Batch, clock: Clock | None = None) -> Iterator[SampleGradients]:
-        """The gradients of each micro-batch (x, y), in order. At most threads + 1 of them are held at a time.
+    def map(self, f: Callable[[SampleGradients], T], batch: Batch, clock: Clock | None = None) -> Iterator[T]:
+        """f of the gradients of each micro-batch (x, y), in order, on the core that computed them.
 
-        The time until each is there, the drawing of its batch included, counts as the clock's phase "gradients".
+        At most threads + 1 results are held at a time. The time until gradients are there, the drawing of their batch
+        included, counts as the clock's phase "gradients"; with several threads so does f's.
         """
-        results = self._gradients(batch)
+        results = self._results(f, batch)
         while True:
             with clock.phase("gradients") if clock else contextlib.nullcontext():
-                g = next(results, None)
-            if g is None:
+                found = next(results, None)
+            if found is None:
                 return
-            yield g
+            yield found()
 
-    def _gradients(self, batch: Batch) -> Iterator[SampleGradients]:
+    def gradients(self, batch: Batch) -> Iterator[SampleGradients]:
+        """The gradients of each micro-batch (x, y), in order."""
+        return self.map(lambda g: g, batch)
+
+    def _results(self, f: Callable[[SampleGradients], T], batch: Batch) -> Iterator[Callable[[], T]]:
+        """The results as functions to call: with one thread f is left to the caller, with several it is done."""
         if self.threads == 1:
-            yield from (self.per_sample(x, y) for x, y in batch)
+            yield from (functools.partial(f, self.per_sample(x, y)) for x, y in batch)
             return
-        waiting: deque[Future[SampleGradients]] = deque()
-        with alone():
-            for x, y in batch:
-                if not self.per_sample.checked:  # the replicas have no check of their own
-                    yield self.per_sample(x, y)
-                    continue
-                waiting.append(self._pool.submit(self._one, x, y))
-                if len(waiting) > self.threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+        with self.alone():
+            for result in self._side_by_side(f, batch):
+                yield functools.partial(_itself, result)
 
-    def _one(self, x: Tensor, y: Tensor) -> SampleGradients:
+    def _side_by_side(self, f: Callable[[SampleGradients], T], batch: Batch) -> Iterator[T]:
+        waiting: deque[Future[T]] = deque()
+        for x, y in batch:
+            if not self.per_sample.checked:  # the replicas have no check of their own
+                yield f(self.per_sample(x, y))
+                continue
+            waiting.append(self._pool.submit(self._one, f, x, y))
+            if len(waiting) > self.threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def _one(self, f: Callable[[SampleGradients], T], x: Tensor, y: Tensor) -> T:
         per_sample = self._free.get()
         try:
-            return per_sample(x, y)
+            return f(per_sample(x, y))
         finally:
             self._free.put(per_sample)
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """The calling thread on one core, where the workers have the others: for a whole private step.
+
+        A thread of OpenMP that has had work spins for some 10 ms before it sleeps. What the mechanism and the update
+        do is little, and on one core it takes no longer than a handover; on two, the workers of the next step would
+        find one of them taken.
+        """
+        return alone() if self.threads > 1 else contextlib.nullcontext()
+
+
+def _itself(result: T) -> T:
+    return result
 
 
 KEPT = 2**28

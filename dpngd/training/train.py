@@ -117,19 +117,20 @@ def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None
         except FloatingPointError:  # its estimate overflows at these weights, or is nan
             log.diverged()
             break
-        with clock.phase("mechanism"):  # Module 3
-            gradients = workers.gradients(batches.draw(), clock)
-            release = built.mechanism.release(gradients, built.geometry, per_sample.zeros(), xi)
-        try:
-            with clock.phase("step"):  # post-processing: public images, released weights and the release
-                d = per_sample.to_params(release.direction)
-                s = group.first(partial(built.steps, d, built.noise_kl)).s
-        except FloatingPointError:
-            log.diverged()
-            break
-        per_sample.add_(release.direction, -s)
-        ema.update()
-        log.step(release)
+        with workers.alone():
+            with clock.phase("mechanism"):  # Module 3
+                release = built.mechanism.release(batches.draw(), built.geometry, per_sample.zeros(), xi,
+                                                  partial(workers.map, clock=clock))
+            try:
+                with clock.phase("step"):  # post-processing: public images, released weights and the release
+                    d = per_sample.to_params(release.direction)
+                    s = group.first(partial(built.steps, d, built.noise_kl)).s
+            except FloatingPointError:
+                log.diverged()
+                break
+            per_sample.add_(release.direction, -s)
+            ema.update()
+            log.step(release)
         if progress:
             loss = math.nan if secret else release.loss
             progress(t + 1, loss, lambda steps=t + 1: privacy.composed(spends, q, steps, config.delta))
