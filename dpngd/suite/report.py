@@ -368,7 +368,7 @@ def main(args: argparse.Namespace) -> int:
     if args.notebooks is not None:
         from dpngd.suite.execute import restore
 
-        return restore(args.notebooks)
+        return restore(args.notebooks, check=args.check)
     folder = paths.FIGURES / args.profile
     if args.docs:
         path = paths.ROOT / "docs" / "claims.md"

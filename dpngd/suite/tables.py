@@ -7,13 +7,14 @@ import math
 import pandas as pd
 
 from dpngd.data import sets
-from dpngd.methods import METHODS
+from dpngd.methods import METHODS, spends_of
 from dpngd.suite import stats, tuning
 from dpngd.suite.claims import paper_step_cost
 from dpngd.suite.params import published
 from dpngd.suite.profiles import Profile, place
 from dpngd.suite.rules import Curves, Theory, above, best_baseline, cell_name, estimated, side_by_side
 from dpngd.suite.runs import NOT_STEPS, Runs, seconds_per_step, step_phases
+from dpngd.training.config import FIELDS, RunConfig
 
 Table = tuple[pd.DataFrame, str, str, pd.DataFrame]
 """What `Study.table` takes: the table that is shown, its name, its caption, all numbers."""
@@ -53,7 +54,8 @@ def accuracy(runs: Runs, artifact: str, *axes: str) -> pd.DataFrame:
                     "diverged": at.diverged(), "not_run": len(at.configs) - ran,
                     "paper": paper_accuracy(artifact, method, data, epsilon) if not axes else None,
                 })
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["method", "name", "data", "epsilon", *axes, "accuracy", "sd", "low", "high",
+                                       "n", "diverged", "not_run", "paper"])
 
 
 def _combinations(runs: Runs, axes: tuple[str, ...]) -> list[dict]:
@@ -72,10 +74,44 @@ def shown(table: pd.DataFrame, *axes: str) -> pd.DataFrame:
         return f"{row['accuracy']:.1f}{spread} (n={row['n']}{bad})"
 
     out = table[["method", "data", "epsilon", *axes]].copy()
-    out["accuracy, 95% interval"] = table.apply(ours, axis=1)
+    out["accuracy, 95% interval"] = [ours(row) for _, row in table.iterrows()]
     if table["paper"].notna().any():
         out["paper"] = table["paper"].map(lambda v: "" if v is None or pd.isna(v) else f"{v:.2f}")
     return out.rename(columns={"epsilon": "ε", "public_size": "public images", "public": "public set"})
+
+
+# ---- One run -----------------------------------------------------------------------------------------------------
+
+def resolved(profile: Profile, config: RunConfig, artifact: str) -> Table:
+    """Every value of a run, and where it comes from: a file of params/, the search, the paper's equation, a default, or
+    what the artifact varies."""
+    usual, origins = profile.resolve(config.method, config.data, config.epsilon, config.seed)
+    same, values = usual.canonical(), config.canonical()
+    rows = [{"field": name, "value": f"{values[name]}",
+             "from": origins.get(name, "") if same.get(name) == values[name] else f"varied by {artifact}"}
+            for name in FIELDS if name in values]
+    table = pd.DataFrame(rows)
+    return table, "config", f"One run: {METHODS[config.method].label} on {sets.label(config.data)} at ε = " \
+                            f"{config.epsilon:g}, seed {config.seed}, as resolved", table
+
+
+def spent(config: RunConfig, record: dict | None) -> Table:
+    """What a run spends: noise, budget under both accountants, time; of a run that does not exist, its noise."""
+    if record is None:
+        N = config.N - round(config.N * config.validation)
+        parts = [(s.purpose, s.sigma, s.releases(config.T)) for s in spends_of(config, config.B / N, N)]
+        rows = {"q = B/N": f"{config.B / N:.5f}", "result": "not run yet"}
+    else:
+        p, d, s = record["privacy"], record["diagnostics"], record["seconds"]
+        parts = [(part["purpose"], part["sigma"], part["releases"]) for part in p["parts"]]
+        reached = "diverged" if record["accuracy"] is None else f"{100 * record['accuracy']:.2f} %"
+        rows = {"q = B/N": f"{p['q']:.5f}", "ε spent, PRV accountant": f"{p['epsilon_prv']:.3f} of {config.epsilon:g}",
+                "ε spent, RDP accountant": f"{p['epsilon_rdp']:.3f}", "δ": f"{p['delta']:g}",
+                "clipped samples": f"{100 * d['clipped']:.0f} %", f"{record['evaluated_on']} accuracy": reached,
+                "seconds, one core": f"{s['total']:.1f}"}
+    noise = {f"σ of the {purpose}": f"{sigma:.3f} over {releases} releases" for purpose, sigma, releases in parts}
+    table = pd.DataFrame([{"what": k, "value": v} for k, v in (noise | rows).items()])
+    return table, "spent", "What it spends", table
 
 
 # ---- Notebook 01: Table 2 --------------------------------------------------------------------------------------------
