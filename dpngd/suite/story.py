@@ -136,18 +136,24 @@ def found(rows: Sequence[Row]) -> list[str]:
 
 
 def brief(row: Row) -> str:
-    """The range of a claim's estimates, and in how many of its cells it is shown. Costs are told as multiples."""
-    estimates = [p["estimate"] for p in row["parts"] if p["estimate"] is not None]
-    if not estimates:
+    """The range of a claim's estimates, and in how many of its cells it is shown. Of a cell with several rivals the
+    best one counts, and costs are told as multiples."""
+    found = [(p["name"], p["estimate"]) for p in row["parts"] if p["estimate"] is not None]
+    if not found:
         return plain(row["brief"])
     if row["unit"] == " of a DP-NGD step":  # tested as a ratio that is large when DP-NGD is cheap; read the other way
-        costs = sorted(1 / e for e in estimates)
+        costs = sorted(1 / e for _, e in found)
         span = " to ".join(dict.fromkeys(f"{c:.2f}" for c in (costs[0], costs[-1])))
         return f"{span} times a step of DP-SGD; the paper: {listed_costs()}"
-    ends = dict.fromkeys(number(e, "") if "points" not in row["unit"] else f"{e:+.2f}"
-                         for e in (min(estimates), max(estimates)))
-    held = f"shown in {row['held']} of {row['cells']} cells; " if (row["cells"] or 0) > 1 else ""
-    return f"{held}{' to '.join(ends)}{row['unit']}"
+    least: dict[str, float] = {}
+    for name, e in found:
+        cell = name.partition(" over ")[0]
+        least[cell] = min(e, least.get(cell, e))
+    sign = "+" if "points" in row["unit"] else ""
+    ends = dict.fromkeys(f"{e:{sign}.2f}" for e in (min(least.values()), max(least.values())))
+    held = f"shown in {row['held']} of {row['cells']}; " if (row["cells"] or 0) > 1 else ""
+    rival = " over the best of them" if len(least) < len(found) else ""
+    return f"{held}{' to '.join(ends)}{row['unit']}{rival}"
 
 
 def listed_costs() -> str:
@@ -187,6 +193,15 @@ def claim(row: Row) -> str:
     """A claim with what one sees and its verdict."""
     asked = f"<p><b>{bold(row['question'])}</b></p>\n" if row["question"] else ""
     paper = f" The paper: {bold(plain(row['paper']))}." if row["paper"] else ""
-    verdict = " ".join(plain(x) for x in (row["said"], row["power_said"], row["would_decide"]) if x)
+    decided = row["word"] not in (stats.NOT_RUN, stats.DEMONSTRATION)
+    several = decided and sum(p["estimate"] is not None for p in row["parts"]) > 1
+    sees = f"<p>What one sees: {bold(seen(row))}</p>\n" if several else ""
+    said = " ".join(plain(x) for x in (verdict(row), row["power_said"], row["would_decide"]) if x) if decided else \
+        seen(row)
     return f"{asked}<p><b>{bold(row['sentence'])}</b> ({bold(row['place'])}).{paper}</p>\n" \
-           f"<p>What one sees: {bold(seen(row))}</p>\n<p>{badge(row)} {bold(verdict)}</p>"
+           f"{sees}<p>{badge(row)} {bold(said)}</p>"
+
+
+def verdict(row: Row) -> str:
+    """What `said` says after the word, which the badge has."""
+    return sentence(row["said"].removeprefix(f"{row['word'].capitalize()}: "))

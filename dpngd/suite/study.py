@@ -140,7 +140,7 @@ class Study:
         """The runs by artifact: planned, there, of which methods, in which cells, with which seeds."""
         print(f"profile {self.profile.name}: {self.profile.about}")
         columns = ("artifact", "runs", "of", "methods", "data sets and ε", "seeds")
-        rows = [(name, f"{len(runs):,}", f"{len(runs.configs):,}", ", ".join(map(plots.label, runs.methods())),
+        rows = [(name, f"{len(runs):,}", f"{len(runs.configs):,}", "; ".join(map(plots.label, runs.methods())),
                  story.plain(cells_said(runs)), len(runs.values("seed"))) for name, runs in self.runs.items()]
         if rows:
             display(HTML(story.table(columns, rows)))
@@ -258,8 +258,8 @@ class Study:
         records = {r["key"]: r for runs in self.runs.values() for r in runs.records}.values()
         seconds = sum(r["seconds"]["total"] for r in records)
         commits = sorted({r["where"].get("commit", "unknown") for r in records})
-        print(f"{self.stamp()}; {len(records)} runs, {seconds / 60:.1f} minutes of one core; trained at "
-              f"{', '.join(commits) or 'nothing trained'}")
+        print(f"{self.stamp()}; " + (f"{len(records)} runs, {seconds / 60:.1f} minutes of one core; trained at "
+                                     f"{', '.join(commits)}" if records else "no stored run is shown"))
         if self.out:
             entry = {"notebook": self.notebook, "profile": self.profile.name, "claims": self.decided(), **self.shown,
                      "compute": {"runs": len(records), "seconds": round(seconds, 1),
@@ -274,11 +274,11 @@ def store_of(notebook: str, profile: str) -> str:
 
 
 def cells_said(runs: Runs) -> str:
-    """cifar10 1, 2, 4; svhn 1."""
+    """cifar10: 1, 2, 4; svhn: 1."""
     cells: dict[str, list[float]] = {}
     for data, epsilon in runs.cells():
         cells.setdefault(data, []).append(epsilon)
-    return "; ".join(f"{data} {', '.join(f'{e:g}' for e in epsilons)}" for data, epsilons in cells.items())
+    return "; ".join(f"{data}: {', '.join(f'{e:g}' for e in epsilons)}" for data, epsilons in cells.items())
 
 
 def hardware(where: Mapping[str, Any]) -> str:

@@ -80,7 +80,7 @@ def shown(table: pd.DataFrame, *axes: str) -> pd.DataFrame:
     return out.rename(columns={"epsilon": "ε", "public_size": "public images", "public": "public set"})
 
 
-# ---- One run -----------------------------------------------------------------------------------------------------
+# ---- One run ---------------------------------------------------------------------------------------------------------
 
 def resolved(profile: Profile, config: RunConfig, artifact: str) -> Table:
     """Every value of a run, and where it comes from: a file of params/, the search, the paper's equation, a default, or
@@ -88,7 +88,8 @@ def resolved(profile: Profile, config: RunConfig, artifact: str) -> Table:
     usual, origins = profile.resolve(config.method, config.data, config.epsilon, config.seed)
     same, values = usual.canonical(), config.canonical()
     rows = [{"field": name, "value": f"{values[name]}",
-             "from": origins.get(name, "") if same.get(name) == values[name] else f"varied by {artifact}"}
+             "from": f"varied by {artifact}" if same.get(name) != values[name] else
+             "the cell" if origins.get(name) == "given" else origins.get(name, "")}
             for name in FIELDS if name in values]
     table = pd.DataFrame(rows)
     return table, "config", f"One run: {METHODS[config.method].label} on {sets.label(config.data)} at ε = " \
@@ -172,6 +173,9 @@ def privacy(theory: Theory) -> Table:
         "ε": data["epsilon"].map("{:g}".format), "δ": data["delta"].map("{:g}".format),
         "q = B/N": data["q"].map("{:.4f}".format), "T": data["T"], "σ": data["sigma"].map("{:.3f}".format),
         "spent, PRV": data["spent"].map("{:.3f}".format), "spent, RDP": data["spent_rdp"].map("{:.3f}".format)})
+    same = list(shown.columns[1:])  # methods with the same noise share a row
+    shown = shown.groupby(same, sort=False)["method"].agg("; ".join).reset_index()[["method", *same]]
+    shown = shown.assign(data=shown["data"].map(sets.label)).sort_values(["data", "ε"], kind="stable")
     return shown, "privacy", "Noise multiplier of every cell and method: a function of q, T and the budget alone", data
 
 
@@ -286,7 +290,23 @@ def bench_seconds(report: dict) -> Table:
     return table, "bench_seconds", "Seconds per step of every contender, median", table
 
 
-# ---- Notebook 06: the grid search ------------------------------------------------------------------------------------
+# ---- Notebook 06: the gate and the grid search -----------------------------------------------------------------------
+
+def gate(profile: Profile) -> Table:
+    """The settings that the gate tried, in its order, what DP-SGD gains in each, and which one passed."""
+    rows, section = [], profile.settings["gate"]
+    for data, found in profile.settings["gated"].items():
+        low, high = (section["cells"][data][i] for i in (0, -1))
+        for tried in found["tried"]:
+            passed = {"N": tried["N"], "B": tried["B"]} == found["passed"]
+            rows.append({"data": sets.label(data), "N": f"{tried['N']:,}", "B": tried["B"],
+                         f"DP-SGD at ε = {low:g}, %": f"{tried['accuracy'][0]:.1f}",
+                         f"at ε = {high:g}, %": f"{tried['accuracy'][-1]:.1f}",
+                         "gain, points": f"{tried['points']:.1f}",
+                         "asked": f"{section['points'][data]:g}", "passed": "**passed**" if passed else "no"})
+    table = pd.DataFrame(rows)
+    return table, "gate", "The gate: settings tried until ε matters to DP-SGD (validation accuracy)", table
+
 
 def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
     """Every trial in the CSV; shown is each method's best, its number of trials, and where a wider grid might help."""
@@ -313,7 +333,8 @@ def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
                          "its own": ", ".join(f"{n}={v:g}" for n, v in own.items() if v is not None) or "none",
                          "validation accuracy": Runs(best, runs.found).mean().text(1),
                          "at the edge of its grid": ", ".join(edges) or "no"})
-    return pd.DataFrame(rows), name, "The grid search: the same number of trials for every method", data
+    where = "" if name == "tuning" else f" on {searched}"
+    return pd.DataFrame(rows), name, f"What won the search{where}: the same number of trials for every method", data
 
 
 def finalists(runs: Runs, profile: Profile, name: str = "tuning") -> pd.DataFrame | None:

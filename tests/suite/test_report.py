@@ -135,7 +135,8 @@ def test_the_abstract_has_five_sentences_of_the_claims(folder):
     data = json.loads((folder / "claims.json").read_text(encoding="utf-8"))
     rows = {row["id"]: row for row in data["claims"]}
     rows["best-everywhere"] |= {"word": "inconclusive", "fragile": True, "held": 3, "cells": 15, "unit": " points",
-                                "parts": [{"estimate": 0.5}, {"estimate": -1.0}, {"estimate": None}]}
+                                "parts": [{"name": n, "estimate": e} for n, e in (("a", 0.5), ("b", -1.0),
+                                                                                  ("c", None))]}
     rows["exponent"]["word"] = "refuted"
     said = report.abstract(data)
     assert len(said) == 5
@@ -282,7 +283,8 @@ def test_the_shipped_figures_are_those_of_the_shipped_results(tmp_path):
     assert data["stamp"] == study.results_stamp("cpu", store, report.shown_keys(left))
     assert html.escape(data["stamp"]) in (SHIPPED / "index.html").read_text(encoding="utf-8")
     for notebook, entry in left.items():
-        assert entry["stamp"] == study.results_stamp("cpu", store, entry["compute"]["keys"])
+        mine = Store(study.store_of(notebook, "cpu"), root=tmp_path)
+        assert entry["stamp"] == study.results_stamp("cpu", mine, entry["compute"]["keys"])
         for figure in entry["figures"]:
             assert entry["stamp"] in (SHIPPED / figure["svg"]).read_text(encoding="utf-8"), (notebook, figure["svg"])
 
