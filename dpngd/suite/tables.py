@@ -74,9 +74,10 @@ def shown(table: pd.DataFrame, *axes: str) -> pd.DataFrame:
         return f"{row['accuracy']:.1f}{spread} (n={row['n']}{bad})"
 
     out = table[["method", "data", "epsilon", *axes]].copy()
+    out["data"], out["epsilon"] = out["data"].map(sets.label), out["epsilon"].map("{:g}".format)
     out["accuracy, 95% interval"] = [ours(row) for _, row in table.iterrows()]
     if table["paper"].notna().any():
-        out["paper"] = table["paper"].map(lambda v: "" if v is None or pd.isna(v) else f"{v:.2f}")
+        out["paper, its own network"] = table["paper"].map(lambda v: "" if v is None or pd.isna(v) else f"{v:.2f}")
     return out.rename(columns={"epsilon": "ε", "public_size": "public images", "public": "public set"})
 
 
