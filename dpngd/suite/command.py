@@ -180,9 +180,12 @@ def report(argv: list[str] | None = None) -> int:
     instead.add_argument("--docs", action="store_true", help="write docs/claims.md instead")
     instead.add_argument("--json", action="store_true", help="print the claims as JSON instead, and write nothing")
     instead.add_argument("--notebooks", nargs="*", metavar="NAME",
-                         help="instead execute the notebooks (all, or those named) with their default parameters, and "
-                              "store the outputs of their check cells in notebooks/")
+                         help="instead execute the notebooks (all, or those named) on the shipped results, and store "
+                              "their outputs in notebooks/")
+    p.add_argument("--check", action="store_true", help="with --notebooks: store nothing, say which are not up to date")
     args = p.parse_args(argv)
+    if args.check and args.notebooks is None:
+        raise UsageError("--check is of the notebooks: give --notebooks too")
     need_checkout("dpngd report")
     if args.notebooks is None:
         if args.profile is None:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,26 +46,27 @@ class Execution:
 
 
 def execute(notebook: str, parameters: Mapping[str, Any], folder: Path, *, timeout: float, html: bool = False,
-            source: Path | None = None, tries: int = 2) -> Execution:
-    """Run a notebook (of notebooks/, or of `source`) into folder/<notebook>.ipynb, its figures and tables beside it.
+            source: Path | None = None, tries: int = 2, env: Mapping[str, str] | None = None) -> Execution:
+    """Run a notebook (of notebooks/, or of `source`) into folder/<notebook>.ipynb, its figures and tables beside it;
+    `env` is added to its environment.
 
     A kernel and its client can wait for each other for ever (a message lost between them). One that stalls is started
     again; what was trained is stored."""
     source = source or paths.NOTEBOOKS
-    outcome = _execute(notebook, parameters, folder, timeout, html, source)
+    outcome = _execute(notebook, parameters, folder, timeout, html, source, env or {})
     while outcome.error == STALLED and (tries := tries - 1):
         progress.say(f"{notebook}: {STALLED}; once more")
-        outcome = _execute(notebook, parameters, folder, timeout, html, source)
+        outcome = _execute(notebook, parameters, folder, timeout, html, source, env or {})
     return outcome
 
 
 def _execute(notebook: str, parameters: Mapping[str, Any], folder: Path, timeout: float, html: bool,
-             source: Path) -> Execution:
+             source: Path, more: Mapping[str, str]) -> Execution:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{notebook}.json").unlink(missing_ok=True)  # an old entry must not pass for this run's
     started, peak = time.perf_counter(), 0.0
     env = {**os.environ, **THREADS, "DPNGD_FIGURES": str(folder.resolve()), "PYTHONPATH": str(paths.ROOT),
-           "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+           "PYDEVD_DISABLE_FILE_VALIDATION": "1", **more}
     command = [sys.executable, "-m", "dpngd.suite.execute", source / f"{notebook}.ipynb", folder / f"{notebook}.ipynb",
                json.dumps(dict(parameters)), *(["--html"] if html else [])]
     with tempfile.TemporaryFile() as log:
@@ -163,7 +165,9 @@ def in_this_process(source: str, target: str, parameters: str, *flags: str) -> N
 
 # ---- The notebook files: which cells are parameters, which are compared, and what a stored notebook keeps ------------
 
-CHECK, PARAMETERS = "nbval-check-output", "parameters"
+CHECK, PARAMETERS, LIVE = "nbval-check-output", "parameters", "live"
+"""Tags of cells: compared by nbval, parameters, and numbers that are measured live (other digits on other machines)."""
+MOST_BYTES = 1_000_000  # of a notebook with its outputs: code hosts show no larger ones
 KERNEL = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
           "language_info": {"name": "python"}}
 
@@ -185,37 +189,73 @@ def parameters(notebook: nbformat.NotebookNode) -> dict[str, object]:
             if isinstance(node, ast.Assign)}
 
 
-def store_checked(notebook: nbformat.NotebookNode) -> None:
-    """Keep the outputs of check cells, and nothing else that an execution leaves."""
+def keep_outputs(notebook: nbformat.NotebookNode, executed: nbformat.NotebookNode) -> None:
+    """Put the outputs of an execution into the cells of a notebook, and nothing that changes from one to the next."""
+    clean(executed)
     notebook.metadata = nbformat.from_dict(KERNEL)
-    for cell in notebook.cells:
+    for cell, ran in zip(notebook.cells, executed.cells, strict=True):
+        tags = cell.metadata.get("tags", [])
+        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
         if cell.cell_type == "code":
-            tags = cell.metadata.get("tags", [])
-            cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
-            if CHECK not in tags:
-                cell.outputs, cell.execution_count = [], None
+            cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output.execution_count = cell.execution_count
 
 
-def restore(names: Sequence[str] = ()) -> int:
-    """Execute notebooks (all, unless named) with their default parameters, and store the outputs of their check cells.
+def told(cell: nbformat.NotebookNode) -> list[Any]:
+    """What a code cell shows, without its pictures; of a cell with numbers measured live, what kinds of output."""
+    shown = []
+    for o in cell.outputs:
+        data = {"text": o.text} if o.output_type == "stream" else dict(o.get("data", {}))
+        kinds = {kind: None if kind.startswith("image/") else text for kind, text in data.items()}
+        shown.append(sorted(kinds) if LIVE in cell.metadata.get("tags", []) else kinds)
+    return shown
 
-    nbval compares a cell's output only where the file has one, with an execution count.
-    """
-    from nbclient import NotebookClient
 
+def differences(stored: nbformat.NotebookNode, fresh: nbformat.NotebookNode) -> list[int]:
+    """The cells (from 1, as Jupyter counts code) that show something else than an execution shows now."""
+    pairs = zip((c for c in stored.cells if c.cell_type == "code"), (c for c in fresh.cells if c.cell_type == "code"),
+                strict=True)
+    return [i for i, (old, new) in enumerate(pairs, start=1)
+            if told(old) != told(new) or old.execution_count != new.execution_count]
+
+
+def restore(names: Sequence[str] = (), *, check: bool = False, jobs: int | None = None) -> int:
+    """Execute notebooks (all, unless named) with their default parameters, and store their outputs in the files.
+
+    They show shipped results (results/) alone: what this machine has in its own store is not read. With `check` nothing
+    is written, and a notebook whose stored outputs differ is named; pictures are not compared, since another machine
+    draws other bytes, but each has its results' stamp in its text. The exit code is 1 where one differs or failed."""
     files = {path.stem: path for path in sorted(paths.NOTEBOOKS.glob("*.ipynb"))}
     for name in names:
         if name not in files:
             raise unknown("notebook", name, files)
-    progress.say(f"{len(names or files)} notebooks, one after the other: a minute each, more where runs are missing")
-    for name in progress.over(names or files, "notebooks", unit="notebook"):
-        notebook = read_notebook(files[name])
-        NotebookClient(notebook, timeout=1800, kernel_name="python3",
-                       resources={"metadata": {"path": str(paths.NOTEBOOKS)}}).execute()
-        store_checked(notebook)
-        nbformat.write(notebook, files[name])
-        print(files[name].name)
-    return 0
+    names, bad = list(names or files), 0
+    progress.say(f"{len(names)} notebooks from results/, nothing is trained: about half a minute each")
+    with (tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs or min(2, os.cpu_count() or 1)) as pool,
+          progress.bar(len(names), "notebooks", unit="notebook") as bar):
+        def one(name: str) -> Execution:
+            outcome = execute(name, {}, Path(scratch) / name, timeout=1800,
+                              env={"DPNGD_STORE": str(Path(scratch) / "no store"), "DPNGD_REFRESH": ""})
+            bar.update()
+            return outcome
+
+        for outcome in list(pool.map(one, names)):
+            path, said = files[outcome.notebook], outcome.error
+            if not said:
+                stored, fresh = read_notebook(path), read_notebook(path)
+                keep_outputs(fresh, read_notebook(Path(scratch) / path.stem / path.name))
+                text = nbformat.writes(fresh) + "\n"
+                if len(text.encode()) > MOST_BYTES:
+                    said = f"{len(text.encode()):,} bytes with its outputs, more than {MOST_BYTES:,}"
+                elif check and (cells := differences(stored, fresh)):
+                    said = f"not up to date in code cells {', '.join(map(str, cells))}: run dpngd report --notebooks"
+                elif not check:
+                    write_atomically(path, text)
+            bad += bool(said)
+            print(f"{path.name}: {said or ('up to date' if check else 'stored')}")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -27,8 +27,10 @@ from dpngd.suite.params import published
 from dpngd.suite.plots import INK, SOFT, WIDTH, colour, end_labels, hollow, label, point, settle
 from dpngd.suite.rules import Curves, Theory, best_baseline, broken_bounds, round_one, side_by_side, unstable
 from dpngd.suite.runs import Runs, step_phases
+from dpngd.suite.story import missing
 from dpngd.suite.tables import leads, paper_accuracy
 from dpngd.suite.tuning import expected_best
+from dpngd.training.config import RunConfig
 
 if TYPE_CHECKING:
     from dpngd.suite.motivation import Valley
@@ -59,7 +61,8 @@ def seeds_note(runs: Runs) -> str:
     n = sorted({len(seeds) for seeds in counts.values()})
     if not n:
         return "not run"
-    return f"n = {n[0]}" + (f" to {n[-1]}" if len(n) > 1 else "") + " seeds"
+    lost = f" ({missing(runs)})" if runs.missing else ""
+    return f"n = {n[0]}" + (f" to {n[-1]}" if len(n) > 1 else "") + f" seeds{lost}"
 
 
 def interval_note(runs: Runs) -> str:
@@ -178,6 +181,29 @@ def _mark_peak(ax, runs: Runs) -> None:
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1.5}, zorder=5)
 
 
+# ---- One run ---------------------------------------------------------------------------------------------------------
+
+@plots.themed
+def one_run(config: RunConfig, record: dict | None) -> Figure:
+    """The training loss of one run, step by step, and its running mean."""
+    head = f"{label(config.method)} on {sets.label(config.data)} ({config.model}), ε = {config.epsilon:g}, " \
+           f"{config.T} steps, seed {config.seed}"
+    if record is None:
+        return plots.nothing(head)
+    figure, (ax,) = plots.new(width=6.6, height=3.0)
+    losses = np.array([math.nan if x is None else x for x in record["train_loss"]], dtype=float)
+    steps, window = np.arange(1, len(losses) + 1), max(1, len(losses) // 20)
+    means = [np.nanmean(losses[max(0, t - window):t]) for t in steps if np.isfinite(losses[max(0, t - window):t]).any()]
+    ax.plot(steps, losses, color=colour(config.method), lw=0.7, alpha=0.45)
+    ax.plot(steps[:len(means)], means, color=colour(config.method), lw=2.2)
+    ax.set_xlabel("step")
+    ax.set_ylabel("training loss")
+    plots.headline(figure, head)
+    plots.note(figure, f"Thin: the loss of each batch; thick: mean of the last {window} steps. Shown because the data "
+                       "set is a public benchmark.")
+    return figure
+
+
 # ---- Notebook 00: trajectories (Figure 1), Theorem 1, the KL-DP duality, the clamping schedule -----------------------
 
 @plots.themed
@@ -214,8 +240,8 @@ def trajectories(valley: Valley) -> Figure:
     plots.headline(figure, f"{T} private steps in a narrow valley, ε = {valley.epsilon:g} (Figure 1)"
                    if valley.sigma else f"{T} steps in a narrow valley, without noise")
     plots.note(figure, f"Two-class logistic model with two weights, the same privacy and start for both. {n} draws of "
-                       "batches and noise: one thick with its steps, the others thin; loss: the mean is thick. Both go "
-                       "past θ* in the end, without noise too: clipping every sample moves the point of rest.")
+                       "batches and noise: one thick with its steps, the others thin; loss: the mean is thick. "
+                       "Clipping moves the point of rest away from θ*, with and without noise.")
     return figure
 
 

@@ -29,7 +29,7 @@ from dpngd.mechanism import GaussianMechanism
 from dpngd.natural import Natural
 from dpngd.noise import seeded_noise, stream
 from dpngd.sampling import PoissonSampler
-from dpngd.suite import figures
+from dpngd.suite import figures, plots
 
 N, PUBLIC, B = 4000, 200, 400
 TURN = math.radians(30)
@@ -122,6 +122,16 @@ def _minimum(x: np.ndarray, sign: np.ndarray) -> np.ndarray:
     return theta
 
 
+def said(found: Valley) -> str:
+    """What one sees in the figure of the valley."""
+    told = []
+    for m, losses in found.losses.items():
+        away = np.linalg.norm(found.every[m][:, -1] - found.optimum, axis=1).mean()
+        told.append(f"{plots.label(m)}: loss {losses[:, -1].mean():.2f}, {away:.2f} away from θ*")
+    draws, T = found.every["dp-ngd"].shape[0], found.every["dp-ngd"].shape[1] - 1
+    return f"After {T} steps, means of {draws} draws. {'; '.join(told)}."
+
+
 # ---- Sliders for notebook 00 -----------------------------------------------------------------------------------------
 #
 # Under nbval they show the figure of their defaults. In batch (`DPNGD_FIGURES` is set) they are left out: nobody is
@@ -136,7 +146,8 @@ def _show(figure: Figure) -> None:
 
 def _slider(low: float, high: float, value: float, step: float, text: str) -> ipywidgets.Widget:
     kind = ipywidgets.IntSlider if all(isinstance(v, int) for v in (low, high, value, step)) else ipywidgets.FloatSlider
-    return kind(min=low, max=high, value=value, step=step, description=text, continuous_update=False)
+    return kind(min=low, max=high, value=value, step=step, description=text, continuous_update=False,
+                style={"description_width": "19em"}, layout={"width": "44em"})
 
 
 def interact(draw: Callable[..., None], **sliders: ipywidgets.Widget) -> None:
@@ -152,10 +163,11 @@ def valley_sliders() -> None:
         _show(figures.trajectories(valley(condition=condition, epsilon=epsilon, T=T, rate=rate,
                                           lambda_safe=lambda_safe, seed=seed)))
 
-    interact(draw, condition=_slider(1.0, 200.0, 60.0, 1.0, "condition"),
-             epsilon=_slider(0.5, 8.0, 2.0, 0.5, "epsilon"), T=_slider(5, 60, 25, 5, "steps T"),
-             rate=_slider(0.2, 3.0, 1.2, 0.1, "eta of SGD"),
-             lambda_safe=_slider(0.02, 1.0, 0.12, 0.02, "lambda_safe"), seed=_slider(0, 9, 0, 1, "seed"))
+    interact(draw, condition=_slider(1.0, 200.0, 60.0, 1.0, "condition number of the valley"),
+             epsilon=_slider(0.5, 8.0, 2.0, 0.5, "privacy budget ε"), T=_slider(5, 60, 25, 5, "steps T"),
+             rate=_slider(0.2, 3.0, 1.2, 0.1, "learning rate of DP-SGD"),
+             lambda_safe=_slider(0.02, 1.0, 0.12, 0.02, "floor λ_safe of DP-NGD"),
+             seed=_slider(0, 9, 0, 1, "seed of batches and noise"))
 
 
 def schedule_sliders(lambda_safe: float, lambda_base: float, T: int, T1: float, p: float) -> None:
@@ -163,5 +175,6 @@ def schedule_sliders(lambda_safe: float, lambda_base: float, T: int, T1: float, 
     def draw(base_share: float, T1: float, p: float) -> None:
         _show(figures.schedule(lambda_safe, lambda_safe * base_share, T, T1, p))
 
-    interact(draw, base_share=_slider(0.05, 1.0, lambda_base / lambda_safe, 0.05, "base/safe"),
-             T1=_slider(0.05, 0.5, T1, 0.05, "T1"), p=_slider(1.5, 20.0, p, 0.5, "p"))
+    interact(draw, base_share=_slider(0.05, 1.0, lambda_base / lambda_safe, 0.05, "lowest floor λ_base / λ_safe"),
+             T1=_slider(0.05, 0.5, T1, 0.05, "share of the warm-up, T1 / T"),
+             p=_slider(1.5, 20.0, p, 0.5, "exponent p of the rise"))

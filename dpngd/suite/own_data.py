@@ -28,6 +28,7 @@ from dpngd.opacus import DPNGD
 from dpngd.suite import plots
 from dpngd.suite.plots import OKABE_ITO, colour, label, point
 from dpngd.suite.runs import Runs
+from dpngd.suite.story import missing
 from dpngd.suite.study import Study
 from dpngd.suite.sweep import ensure
 from dpngd.training import models
@@ -142,7 +143,8 @@ def rate_configs(epsilon: float, seeds: Sequence[int], lambda_safe: float) -> li
 
 
 def run_rates(study: Study, lambda_safe: float) -> Runs:
-    """Those runs, in the study's store: computed where they are missing, for the study's epsilon and seeds."""
+    """Those runs, for the study's epsilon and seeds: shipped (results/own-data.jsonl) for its defaults, trained where
+    they are missing and the study may train. Digits come with scikit-learn, so that everybody can."""
     epsilon = (study.choices["epsilons"] or [4.0])[0]
     seeds = study.choices["seeds"] or [0, 1, 2]
     configs = rate_configs(float(epsilon), seeds, float(f"{lambda_safe:.2g}"))
@@ -150,6 +152,27 @@ def run_rates(study: Study, lambda_safe: float) -> Runs:
         ensure(configs, store=study.store, jobs=study.jobs)
     study.runs["rates"] = Runs.of(configs, map(study.store.get, configs))
     return study.runs["rates"]
+
+
+def ship() -> str:
+    """Train what is missing of the runs that notebook 07 shows, and write results/own-data.jsonl."""
+    study = Study("07_your_own_data", train=True)
+    study.store.export([r["key"] for r in run_rates(study, spectra(["noise"])["noise"].floor).records])
+    return f"results/{study.store.shipped_path.name}"
+
+
+def rates_said(runs: Runs) -> str:
+    """What one sees in the figure of the rates."""
+    if not len(runs):
+        return f"Nothing yet: {missing(runs)}."
+    free, said = runs.mean(method="dp-ngd-free"), []
+    for method in ("dp-sgd", "dp-ngd"):
+        mine = runs.where(method=method)
+        means = {x: mine.mean(eta=eta) for x, eta in zip(RATES, mine.values("eta"), strict=True)}
+        best, worst = (f((x for x in RATES if means[x].n), key=lambda x: means[x].mean) for f in (max, min))
+        said.append(f"{label(method)} goes from {means[worst].mean:.1f} % (rate {worst:g}) to {means[best].mean:.1f} % "
+                    f"(rate {best:g})")
+    return f"{'; '.join(said)}. With the KL budget and no rate: {free.text(1)} %."
 
 
 @plots.themed

@@ -1,19 +1,38 @@
-"""Write the pages of docs/ that are made from data: `make docs`.
+"""Write the pages that are made from data: `make docs`.
 
 | page | made from |
 | --- | --- |
 | docs/deviations.md | params/deviations.yaml, params/published.yaml |
+| docs/claims.md | figures/cpu/claims.json |
+| README.md, between its markers | figures/cpu/claims.json, and what params/ plans |
 
-The report shows the same rows. A test compares the committed page with what this module makes.
+A part of the README lies between `<!-- NAME: written by make docs -->` and `<!-- end of NAME -->`. The report shows the
+same rows. A test compares the committed pages with what this module makes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
+from dpngd.errors import UsageError
 from dpngd.files import write_atomically
-from dpngd.suite import paths
+from dpngd.suite import paths, profiles, report, stats, story
 from dpngd.suite.params import deviations, published
+from dpngd.suite.study import ARTIFACTS, configs
+
+SHIPPED = "cpu"  # the profile of the shipped results
+ASKS = {
+    "00_geometry": ("Theorem 1, sections 3.2, 3.3", "Is the update what the paper proves?"),
+    "01_utility_table": ("Table 2", "Is DP-NGD more accurate at every ε?"),
+    "02_convergence_curves": ("Figure 2", "Does it need fewer steps?"),
+    "03_public_sample_efficiency": ("Figure 3", "Does it depend on the public images?"),
+    "04_ablations": ("Tables 3, 4, Figure 4", "Which of its parts matter?"),
+    "05_wallclock_overhead": ("Table 5", "What does a step cost?"),
+    "06_hyperparameter_robustness": ("Table 6", "What has to be tuned?"),
+    "07_your_own_data": ("beyond the paper", "Your own data, with nothing to tune"),
+}
+"""What of the paper a notebook shows, and its question."""
 
 
 def deviations_page() -> str:
@@ -37,13 +56,75 @@ def table_row(*cells: str) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
-PAGES: dict[str, Callable[[], str]] = {"deviations.md": deviations_page}
+# ---- The README's parts ----------------------------------------------------------------------------------------------
+
+def found_part() -> str:
+    """What was found: how far the evidence is, three sentences, and the one picture once its claim is decided."""
+    data = report.current(SHIPPED)
+    rows = data["claims"]
+    papers = [row for row in rows if not row["question"]]
+    planned, there = (data.get("compute", {}).get(n, 0) for n in ("planned", "there"))
+    lines = []
+    if any(row["word"] == stats.NOT_RUN for row in rows):
+        lines += [f"**The evidence is still being computed: {there:,} of {planned:,} planned runs are there.** A claim "
+                  "is decided when all of its runs exist, not before.", ""]
+    lines += [f"The paper's {len(papers)} claims: **{story.counted(papers)}**. The main ones:", ""]
+    lines += [f"- {sentence}" for sentence in story.found(rows)]
+    decided = next(row for row in rows if row["id"] == "best-everywhere")["word"] != stats.NOT_RUN
+    picture = paths.FIGURES / SHIPPED / "lead.png"
+    if decided and picture.exists():
+        lines += ["", f"![Lead of DP-NGD over the best baseline in every cell, in points of accuracy, beside the "
+                      f"paper's]({picture.relative_to(paths.ROOT).as_posix()})"]
+    return "\n".join(lines)
+
+
+def notebooks_part() -> str:
+    """One row per notebook: artifact, question, verdicts on the paper's claims, and minutes."""
+    rows = report.current(SHIPPED)["claims"]
+    lines = ["| notebook | of the paper | the question | the paper's claims | minutes to train: `quick`, `cpu` |",
+             "| --- | --- | --- | --- | --- |"]
+    for notebook, (artifact, question) in ASKS.items():
+        papers = [row for row in rows if row["notebook"] == notebook and not row["question"]]
+        minutes = ", ".join(f"{max(1, minutes_of(notebook, p)):,.0f}" for p in ("quick", SHIPPED)) \
+            if ARTIFACTS[notebook] else "none"
+        lines.append(table_row(f"[{notebook[:2]}](notebooks/{notebook}.ipynb)", artifact, question,
+                               story.counted(papers) or "none of the paper's", minutes))
+    return "\n".join(lines)
+
+
+@functools.cache
+def minutes_of(notebook: str, profile: str) -> float:
+    """Minutes of one core that the runs of a notebook take, as the profile estimates them."""
+    settings = profiles.load(profile)
+    runs = {c.key(): c for group in configs(notebook, settings).values() for c in group}
+    return sum(map(settings.seconds, runs.values())) / 60
+
+
+PARTS: dict[str, Callable[[], str]] = {"found": found_part, "notebooks": notebooks_part}
+
+
+def with_parts(text: str) -> str:
+    """The README with each of its parts as it would be made now."""
+    for name, part in PARTS.items():
+        start, end = f"<!-- {name}: written by make docs -->", f"<!-- end of {name} -->"
+        if text.count(start) != 1 or text.count(end) != 1:
+            raise UsageError(f"README.md needs one line {start!r} and one {end!r}: make docs writes between them")
+        made = part()
+        before, _, rest = text.partition(start)
+        text = f"{before}{start}\n\n{made}\n\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+PAGES: dict[str, Callable[[], str]] = {"deviations.md": deviations_page, "claims.md": lambda: report.docs(SHIPPED)}
 
 
 def main() -> int:
     for name, page in PAGES.items():
         write_atomically(paths.ROOT / "docs" / name, page())
         print(f"docs/{name}")
+    readme = paths.ROOT / "README.md"
+    write_atomically(readme, with_parts(readme.read_text(encoding="utf-8")))
+    print("README.md")
     return 0
 
 

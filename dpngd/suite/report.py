@@ -25,7 +25,7 @@ from markupsafe import Markup, escape
 
 from dpngd.errors import UsageError
 from dpngd.files import write_atomically
-from dpngd.suite import claims, paths, profiles, stats
+from dpngd.suite import claims, paths, profiles, stats, story
 from dpngd.suite.params import deviations, published
 from dpngd.suite.store import Store
 from dpngd.suite.study import ARTIFACTS, bench_report, configs, results_stamp
@@ -143,12 +143,7 @@ def abstract(data: Mapping[str, Any]) -> list[str]:
     def numbers(row: Mapping[str, Any]) -> str:
         if row["word"] == stats.NOT_RUN:
             return f" ({row['runs']:,} of {row['planned']:,} planned runs are there)" if row["planned"] else ""
-        found = [p["estimate"] for p in row["parts"] if p["estimate"] is not None]
-        if len(found) < 2:
-            return f" ({row['brief']})"
-        held = "" if row["held"] is None else f"shown in {row['held']} of {row['cells']}; "
-        sign = "+" if "points" in row["unit"] else ""
-        return f" ({held}{min(found):{sign}.2f} to {max(found):{sign}.2f}{row['unit']})"
+        return f" ({story.brief(row)})"
 
     counts = {word: n for word, n in tally(papers) if n}
     found = data["compute"]
@@ -198,7 +193,7 @@ def grouped(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict], list[dict
 def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: profiles.Profile) -> str:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(paths.TEMPLATES), autoescape=True, trim_blocks=True,
                              lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    env.filters["bold"] = bold
+    env.filters |= {"bold": bold, "plain": story.plain}
     papers = [row for row in data["claims"] if not row["question"]]
     # The one picture is drawn at the top once its claim is decided: of a few runs it would say nothing.
     word = next(row["word"] for row in data["claims"] if row["id"] == "best-everywhere")
@@ -306,7 +301,8 @@ def markdown(data: dict[str, Any]) -> str:
             "| --- | --- | --- | --- | --- | --- | --- |"]
     for c in data["claims"]:
         who = " (ours to ask)" if c["question"] else ""
-        cells = (c["sentence"] + who, f"{c['paper'] or '-'} ({c['place']})", c["brief"], claims.seeds_text(c), power(c),
+        paper, ours = story.plain(c["paper"] or "-"), story.plain(c["brief"])
+        cells = (c["sentence"] + who, f"{paper} ({c['place']})", ours, claims.seeds_text(c), power(c),
                  f"**{claims.worded(c)}**", c["notebook"][:2])
         rows.append("| " + " | ".join("-" if x in (None, "") else str(x).replace("|", "/") for x in cells) + " |")
     return "\n".join(rows)
@@ -355,7 +351,7 @@ def docs(profile: str) -> str:
     data = current(profile)
     details = []
     for c in data["claims"]:
-        said = " ".join(x for x in (c["said"], c["power_said"], c["would_decide"]) if x)
+        said = " ".join(story.plain(x) for x in (c["said"], c["power_said"], c["would_decide"]) if x)
         details.append(f"- **{c['sentence']}**{' ' + c['question'] if c['question'] else ''} {said}")
     only = any(c["n"] and not c["images"] and c["unit"] == " points" for c in data["claims"])
     return DOCS.format(profile=profile, stamp=data["stamp"], table=markdown(data),
@@ -368,7 +364,7 @@ def main(args: argparse.Namespace) -> int:
     if args.notebooks is not None:
         from dpngd.suite.execute import restore
 
-        return restore(args.notebooks)
+        return restore(args.notebooks, check=args.check)
     folder = paths.FIGURES / args.profile
     if args.docs:
         path = paths.ROOT / "docs" / "claims.md"

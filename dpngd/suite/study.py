@@ -1,19 +1,20 @@
 """What the notebooks call: a Study asks for the runs of a notebook, computes the missing ones, and keeps what it shows.
 
     study = Study("01_utility_table", profile)
-    study.describe()                     # what will be asked for: the same words on every machine
-    study.run()                          # trains only what the store does not have
+    study.run()                          # trains only what the store does not have; says what there is
+    config, record = study.example(...)  # one run, to look at
     study.table(...), study.figure(...)  # shown, and saved where DPNGD_FIGURES names a folder (run_all.py does)
-    study.verdicts(), study.check(), study.provenance()
+    study.claim("best-everywhere")       # what one sees, and the verdict
+    study.verdicts(), study.learned(), study.provenance()
 
-Exploring in Jupyter saves nothing, so it never overwrites the figures of a profile.
+What was not run is said in a sentence in place of an empty table or figure. Exploring in Jupyter saves nothing, so it
+never overwrites the figures of a profile.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from matplotlib.figure import Figure
 from dpngd.errors import UsageError, unknown
 from dpngd.files import write_atomically
 from dpngd.methods import METHODS
-from dpngd.suite import claims, paths, plots, profiles, stats, sweep
+from dpngd.suite import claims, paths, plots, profiles, stats, story, sweep
 from dpngd.suite.rules import Theory
 from dpngd.suite.runs import Runs
 from dpngd.suite.store import Store
@@ -44,6 +45,7 @@ ARTIFACTS: dict[str, tuple[str, ...]] = {
 }
 """The notebooks, and the artifacts of the profile that each shows."""
 
+OWN_STORE = "own-data"  # results/own-data.jsonl
 CHOICES = ("methods", "datasets", "epsilons", "seeds")
 PARAMETERS = ("profile", *CHOICES, "train", "jobs")
 
@@ -95,6 +97,16 @@ def default_jobs() -> int:
     return int(given)
 
 
+class Asked(dict[str, Runs]):
+    """Artifact -> its runs. One that the profile does not ask for has none, and is not an error."""
+
+    def __missing__(self, artifact: str) -> Runs:
+        known = {name for group in ARTIFACTS.values() for name in group}
+        if artifact not in known:
+            raise unknown("artifact", artifact, known)
+        return Runs([], {})
+
+
 class Study:
     """One notebook under one profile, with the reader's choices (None: the profile's)."""
 
@@ -106,32 +118,39 @@ class Study:
         check_parameters(self.profile, self.choices, train, jobs)
         self.configs = configs(notebook, self.profile, **self.choices)
         self.jobs = jobs or default_jobs()
-        self.store = Store(self.profile.name)
-        self.runs: dict[str, Runs] = {}
+        self.store = Store(store_of(notebook, self.profile.name))
+        self.runs: dict[str, Runs] = Asked()
         self.theory: Theory | None = None
         self._rows: list[dict[str, Any]] | None = None  # decided once for what was run and measured so far
-        self.shown: dict[str, list[dict]] = {"figures": [], "tables": []}
+        self.shown: dict[str, list[dict]] = {"figures": [], "tables": [], "absent": []}
         out = os.environ.get("DPNGD_FIGURES")
         self.out = Path(out) if out else None
 
-    def describe(self) -> None:
-        """What the notebook asks for, in words that do not depend on the machine."""
-        print(f"profile {self.profile.name}: {self.profile.about}")
-        for artifact, wanted in self.configs.items():
-            runs = Runs(wanted, {})
-            cells = ", ".join(f"{d} ε={e:g}" for d, e in runs.cells())
-            print(f"{artifact}: {len(wanted)} runs; {', '.join(runs.methods())}; {cells}; "
-                  f"seeds {', '.join(map(str, runs.values('seed')))}")
-
     def run(self) -> None:
-        """Train what is missing (or, with train=False, take what there is)."""
+        """Train what is missing (or, with train=False, take what there is); say what was planned, and what exists."""
         wanted = list({c.key(): c for group in self.configs.values() for c in group}.values())
         missing = sum(self.store.get(c) is None for c in wanted)
         self._rows = None
-        print(f"{len(wanted)} runs, {missing} of them missing" + ("" if self.train or not missing else ": not trained"))
         if self.train and missing:
             sweep.ensure(wanted, store=self.store, jobs=self.jobs, seconds=self.profile.seconds)
-        self.runs = {a: Runs.of(group, map(self.store.get, group)) for a, group in self.configs.items()}
+        self.runs = Asked({a: Runs.of(group, map(self.store.get, group)) for a, group in self.configs.items()})
+        self.describe()
+
+    def describe(self) -> None:
+        """The runs by artifact: planned, there, of which methods, in which cells, with which seeds."""
+        print(f"profile {self.profile.name}: {self.profile.about}")
+        columns = ("artifact", "runs", "of", "methods", "data sets and ε", "seeds")
+        rows = [(name, f"{len(runs):,}", f"{len(runs.configs):,}", "; ".join(map(plots.label, runs.methods())),
+                 story.plain(cells_said(runs)), len(runs.values("seed"))) for name, runs in self.runs.items()]
+        if rows:
+            display(HTML(story.table(columns, rows)))
+
+    def example(self, artifact: str, **fields: Any) -> tuple[RunConfig, dict | None]:
+        """A run of an artifact with these fields, to look at: the first that exists, else the first planned, without a
+        record."""
+        asked = self.runs[artifact]
+        runs = asked.where(**fields) if asked.where(**fields).configs else asked
+        return next(runs.each(), (runs.configs[0], None))
 
     def measure(self) -> Theory:
         """What the paper proves, measured (notebook 00)."""
@@ -141,27 +160,49 @@ class Study:
         self.theory, self._rows = measure(self.profile, **choices), None
         return self.theory
 
-    def table(self, table: pd.DataFrame, name: str, caption: str, data: pd.DataFrame | None = None) -> None:
-        """Show a table; `data` are the full numbers behind it, saved as CSV. **Text** is bold."""
-        bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", table.to_html(index=False, border=0))
-        display(HTML(f"<p><b>{caption}</b></p>" + bold))
+    def table(self, table: pd.DataFrame | None, name: str, caption: str, data: pd.DataFrame | None = None, *,
+              runs: Runs | None = None, keep: bool = True) -> None:
+        """Show a table; `data` are the full numbers behind it, saved as CSV. **Text** is bold. `runs` are those that it
+        was made from: a sentence stands in its place where none of them exist. `keep` it in the report too."""
+        lost = story.missing(runs) if runs is not None else ""
+        if table is None or table.empty or (runs is not None and not len(runs)):
+            self.leave_out(name, caption, lost or "nothing to show yet")
+            return
+        caption += f" ({lost})" if lost else ""
+        rows = table.astype(str).to_numpy().tolist()
+        display(HTML(f"<p><b>{story.bold(caption)}</b></p>\n{story.table(list(table.columns), rows)}"))
+        if not keep:
+            return
         if self.out:
             self.out.mkdir(parents=True, exist_ok=True)
             write_atomically(self.out / f"{name}.csv", (table if data is None else data).to_csv(index=False))
-        self.shown["tables"].append({"name": name, "caption": caption, "columns": list(table.columns),
-                                     "rows": table.astype(str).to_numpy().tolist(), "csv": f"{name}.csv"})
+        self.shown["tables"].append({"name": name, "caption": caption, "columns": list(table.columns), "rows": rows,
+                                     "csv": f"{name}.csv"})
 
-    def figure(self, figure: Figure, name: str, caption: str) -> None:
+    def figure(self, figure: Figure, name: str, caption: str, *, runs: Runs | None = None, keep: bool = True) -> None:
         """Show a figure with its stamp; a sentence in its place where none of its runs exist."""
+        lost = story.missing(runs) if runs is not None else ""
         if plots.is_empty(figure):
-            print(f"{name}: not run yet, so there is no figure ({caption})")
+            self.leave_out(name, caption, lost or "not run")
             return
+        caption += f" ({lost})" if lost else ""
         plots.stamp(figure, self.stamp())
         picture = plots.png(figure)
         display(Image(picture, alt=caption))
+        if not keep:
+            return
         if self.out:
             plots.save(figure, self.out, name, picture)
         self.shown["figures"].append({"name": name, "caption": caption, "png": f"{name}.png", "svg": f"{name}.svg"})
+
+    def say(self, text: str) -> None:
+        """A paragraph made from numbers."""
+        display(Markdown(text))
+
+    def leave_out(self, name: str, caption: str, why: str) -> None:
+        """Say why a table or figure is not there."""
+        display(Markdown(f"*{caption}: {why}.*"))
+        self.shown["absent"].append({"name": name, "caption": caption, "why": why})
 
     def stamp(self) -> str:
         """What is drawn so far comes from these results."""
@@ -182,18 +223,28 @@ class Study:
                       for claim in claims.of_notebook(self.notebook)]
         return self._rows
 
-    def verdicts(self) -> None:
-        """Paper against ours."""
-        rows = [{"claim": r["sentence"], "paper": r["paper"] or "not in the paper", "ours": r["ours"],
-                 "n": claims.seeds_text(r), "word": claims.worded(r)} for r in self.decided()]
-        with pd.option_context("display.max_colwidth", None):
-            display(HTML(pd.DataFrame(rows).to_html(index=False, border=0)))
+    def row(self, claim: str) -> dict[str, Any]:
+        """The row of one claim of this notebook."""
+        rows = {row["id"]: row for row in self.decided()}
+        if claim not in rows:
+            raise unknown("claim", claim, rows)
+        return rows[claim]
 
-    def answers(self) -> None:
-        """What the paper does not answer: a paragraph each."""
-        for row in self.decided():
-            if row["question"]:
-                display(Markdown(f"**{row['question']}** {claims.answer(row)}"))
+    def claim(self, *ids: str) -> None:
+        """Claims with what one sees in their figures, and their verdicts."""
+        for name in ids:
+            display(HTML(story.claim(self.row(name))))
+
+    def verdicts(self) -> None:
+        """Paper against ours, all claims of the notebook in one table: the paper's first, then our questions."""
+        rows = sorted(self.decided(), key=lambda r: bool(r["question"]))
+        cells = [(r["sentence"], story.plain(r["paper"]) or "not in the paper", story.plain(r["brief"]),
+                  claims.seeds_text(r), story.badge(r)) for r in rows]
+        display(HTML(story.table(("claim", "paper", "ours, 95% interval", "n", "verdict"), cells, raw=(4,))))
+
+    def learned(self) -> None:
+        """What this notebook decided, from its rows."""
+        display(Markdown("\n".join(f"- {said}" for said in story.learned(self.decided()))))
 
     def check(self) -> None:
         """The words, which nbval compares. A demonstration has none: there it says whether what must hold on every
@@ -207,14 +258,27 @@ class Study:
         records = {r["key"]: r for runs in self.runs.values() for r in runs.records}.values()
         seconds = sum(r["seconds"]["total"] for r in records)
         commits = sorted({r["where"].get("commit", "unknown") for r in records})
-        print(f"{self.stamp()}; {len(records)} runs, {seconds / 60:.1f} minutes of one core; trained at "
-              f"{', '.join(commits) or 'nothing trained'}")
+        print(f"{self.stamp()}; " + (f"{len(records)} runs, {seconds / 60:.1f} minutes of one core; trained at "
+                                     f"{', '.join(commits)}" if records else "no stored run is shown"))
         if self.out:
             entry = {"notebook": self.notebook, "profile": self.profile.name, "claims": self.decided(), **self.shown,
                      "compute": {"runs": len(records), "seconds": round(seconds, 1),
                                  "keys": sorted(r["key"] for r in records),
                                  "hardware": sorted({hardware(r["where"]) for r in records})}, "stamp": self.stamp()}
             write_atomically(self.out / f"{self.notebook}.json", json.dumps(entry, indent=1, ensure_ascii=False) + "\n")
+
+
+def store_of(notebook: str, profile: str) -> str:
+    """The store of a notebook's runs: its profile's. Notebook 07 has runs of its own, the same under every profile."""
+    return OWN_STORE if notebook == "07_your_own_data" else profile
+
+
+def cells_said(runs: Runs) -> str:
+    """cifar10: 1, 2, 4; svhn: 1."""
+    cells: dict[str, list[float]] = {}
+    for data, epsilon in runs.cells():
+        cells.setdefault(data, []).append(epsilon)
+    return "; ".join(f"{data}: {', '.join(f'{e:g}' for e in epsilons)}" for data, epsilons in cells.items())
 
 
 def hardware(where: Mapping[str, Any]) -> str:

@@ -7,13 +7,14 @@ import math
 import pandas as pd
 
 from dpngd.data import sets
-from dpngd.methods import METHODS
+from dpngd.methods import METHODS, spends_of
 from dpngd.suite import stats, tuning
 from dpngd.suite.claims import paper_step_cost
 from dpngd.suite.params import published
 from dpngd.suite.profiles import Profile, place
 from dpngd.suite.rules import Curves, Theory, above, best_baseline, cell_name, estimated, side_by_side
 from dpngd.suite.runs import NOT_STEPS, Runs, seconds_per_step, step_phases
+from dpngd.training.config import FIELDS, RunConfig
 
 Table = tuple[pd.DataFrame, str, str, pd.DataFrame]
 """What `Study.table` takes: the table that is shown, its name, its caption, all numbers."""
@@ -53,7 +54,8 @@ def accuracy(runs: Runs, artifact: str, *axes: str) -> pd.DataFrame:
                     "diverged": at.diverged(), "not_run": len(at.configs) - ran,
                     "paper": paper_accuracy(artifact, method, data, epsilon) if not axes else None,
                 })
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["method", "name", "data", "epsilon", *axes, "accuracy", "sd", "low", "high",
+                                       "n", "diverged", "not_run", "paper"])
 
 
 def _combinations(runs: Runs, axes: tuple[str, ...]) -> list[dict]:
@@ -72,10 +74,46 @@ def shown(table: pd.DataFrame, *axes: str) -> pd.DataFrame:
         return f"{row['accuracy']:.1f}{spread} (n={row['n']}{bad})"
 
     out = table[["method", "data", "epsilon", *axes]].copy()
-    out["accuracy, 95% interval"] = table.apply(ours, axis=1)
+    out["data"], out["epsilon"] = out["data"].map(sets.label), out["epsilon"].map("{:g}".format)
+    out["accuracy, 95% interval"] = [ours(row) for _, row in table.iterrows()]
     if table["paper"].notna().any():
-        out["paper"] = table["paper"].map(lambda v: "" if v is None or pd.isna(v) else f"{v:.2f}")
+        out["paper, its own network"] = table["paper"].map(lambda v: "" if v is None or pd.isna(v) else f"{v:.2f}")
     return out.rename(columns={"epsilon": "ε", "public_size": "public images", "public": "public set"})
+
+
+# ---- One run ---------------------------------------------------------------------------------------------------------
+
+def resolved(profile: Profile, config: RunConfig, artifact: str) -> Table:
+    """Every value of a run, and where it comes from: a file of params/, the search, the paper's equation, a default, or
+    what the artifact varies."""
+    usual, origins = profile.resolve(config.method, config.data, config.epsilon, config.seed)
+    same, values = usual.canonical(), config.canonical()
+    rows = [{"field": name, "value": f"{values[name]}",
+             "from": f"varied by {artifact}" if same.get(name) != values[name] else
+             "the cell" if origins.get(name) == "given" else origins.get(name, "")}
+            for name in FIELDS if name in values]
+    table = pd.DataFrame(rows)
+    return table, "config", f"One run: {METHODS[config.method].label} on {sets.label(config.data)} at ε = " \
+                            f"{config.epsilon:g}, seed {config.seed}, as resolved", table
+
+
+def spent(config: RunConfig, record: dict | None) -> Table:
+    """What a run spends: noise, budget under both accountants, time; of a run that does not exist, its noise."""
+    if record is None:
+        N = config.N - round(config.N * config.validation)
+        parts = [(s.purpose, s.sigma, s.releases(config.T)) for s in spends_of(config, config.B / N, N)]
+        rows = {"q = B/N": f"{config.B / N:.5f}", "result": "not run yet"}
+    else:
+        p, d, s = record["privacy"], record["diagnostics"], record["seconds"]
+        parts = [(part["purpose"], part["sigma"], part["releases"]) for part in p["parts"]]
+        reached = "diverged" if record["accuracy"] is None else f"{100 * record['accuracy']:.2f} %"
+        rows = {"q = B/N": f"{p['q']:.5f}", "ε spent, PRV accountant": f"{p['epsilon_prv']:.3f} of {config.epsilon:g}",
+                "ε spent, RDP accountant": f"{p['epsilon_rdp']:.3f}", "δ": f"{p['delta']:g}",
+                "clipped samples": f"{100 * d['clipped']:.0f} %", f"{record['evaluated_on']} accuracy": reached,
+                "seconds, one core": f"{s['total']:.1f}"}
+    noise = {f"σ of the {purpose}": f"{sigma:.3f} over {releases} releases" for purpose, sigma, releases in parts}
+    table = pd.DataFrame([{"what": k, "value": v} for k, v in (noise | rows).items()])
+    return table, "spent", "What it spends", table
 
 
 # ---- Notebook 01: Table 2 --------------------------------------------------------------------------------------------
@@ -136,6 +174,9 @@ def privacy(theory: Theory) -> Table:
         "ε": data["epsilon"].map("{:g}".format), "δ": data["delta"].map("{:g}".format),
         "q = B/N": data["q"].map("{:.4f}".format), "T": data["T"], "σ": data["sigma"].map("{:.3f}".format),
         "spent, PRV": data["spent"].map("{:.3f}".format), "spent, RDP": data["spent_rdp"].map("{:.3f}".format)})
+    same = list(shown.columns[1:])  # methods with the same noise share a row
+    shown = shown.groupby(same, sort=False)["method"].agg("; ".join).reset_index()[["method", *same]]
+    shown = shown.assign(data=shown["data"].map(sets.label)).sort_values(["data", "ε"], kind="stable")
     return shown, "privacy", "Noise multiplier of every cell and method: a function of q, T and the budget alone", data
 
 
@@ -250,7 +291,23 @@ def bench_seconds(report: dict) -> Table:
     return table, "bench_seconds", "Seconds per step of every contender, median", table
 
 
-# ---- Notebook 06: the grid search ------------------------------------------------------------------------------------
+# ---- Notebook 06: the gate and the grid search -----------------------------------------------------------------------
+
+def gate(profile: Profile) -> Table:
+    """The settings that the gate tried, in its order, what DP-SGD gains in each, and which one passed."""
+    rows, section = [], profile.settings["gate"]
+    for data, found in profile.settings["gated"].items():
+        low, high = (section["cells"][data][i] for i in (0, -1))
+        for tried in found["tried"]:
+            passed = {"N": tried["N"], "B": tried["B"]} == found["passed"]
+            rows.append({"data": sets.label(data), "N": f"{tried['N']:,}", "B": tried["B"],
+                         f"DP-SGD at ε = {low:g}, %": f"{tried['accuracy'][0]:.1f}",
+                         f"at ε = {high:g}, %": f"{tried['accuracy'][-1]:.1f}",
+                         "gain, points": f"{tried['points']:.1f}",
+                         "asked": f"{section['points'][data]:g}", "passed": "**passed**" if passed else "no"})
+    table = pd.DataFrame(rows)
+    return table, "gate", "The gate: settings tried until ε matters to DP-SGD (validation accuracy)", table
+
 
 def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
     """Every trial in the CSV; shown is each method's best, its number of trials, and where a wider grid might help."""
@@ -277,7 +334,8 @@ def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
                          "its own": ", ".join(f"{n}={v:g}" for n, v in own.items() if v is not None) or "none",
                          "validation accuracy": Runs(best, runs.found).mean().text(1),
                          "at the edge of its grid": ", ".join(edges) or "no"})
-    return pd.DataFrame(rows), name, "The grid search: the same number of trials for every method", data
+    where = "" if name == "tuning" else f" on {searched}"
+    return pd.DataFrame(rows), name, f"What won the search{where}: the same number of trials for every method", data
 
 
 def finalists(runs: Runs, profile: Profile, name: str = "tuning") -> pd.DataFrame | None:

@@ -19,12 +19,15 @@ def record(config, accuracy, *, seconds=None, losses=None, status="ok", correct=
     """`correct`, booleans by image, decides the accuracy where it is given."""
     losses = losses or [2.0 - t / config.T for t in range(config.T)]
     seconds = seconds or {"gradients": 0.1 * config.T, "whitening": 0.05 * config.T, "setup": 1.0, "evaluation": 1.0}
+    sigma = 1.0 + config.T / 100
     found = {
         "key": config.key(), "config": config.canonical(), "status": status, "steps": len(losses),
         "accuracy": accuracy, "train_loss": losses, "evaluations": [], "evaluated_on": evaluated_on,
-        "privacy": {"sigma": 1.0 + config.T / 100, "epsilon_prv": config.epsilon, "epsilon_rdp": 1.1 * config.epsilon},
-        "diagnostics": {"along": [{"step": 1, "lambda_t": 0.3, "clamped_share": 0.9},
-                                  {"step": config.T, "lambda_t": 0.1, "clamped_share": 0.8}]},
+        "privacy": {"sigma": sigma, "epsilon_prv": config.epsilon, "epsilon_rdp": 1.1 * config.epsilon,
+                    "q": config.B / (config.N or 50000), "delta": config.delta,
+                    "parts": [{"purpose": "gradients", "sigma": sigma, "releases": config.T}]},
+        "diagnostics": {"clipped": 0.7, "along": [{"step": 1, "lambda_t": 0.3, "clamped_share": 0.9},
+                                                {"step": config.T, "lambda_t": 0.1, "clamped_share": 0.8}]},
         "data": {"private": {"name": config.data, "N": config.N, "classes": CLASSES}},
         "seconds": {**seconds, "total": sum(seconds.values())}, "where": {"cpu": "a core", "device": "cpu"},
         "parameters": 10,

@@ -1,9 +1,9 @@
-"""What only the README has: its numbers and its table. Blocks and links of all pages: `test_pages`."""
+"""What only the README has: its numbers and its tables. Blocks and links of all pages: `test_pages`."""
 
 import re
 from pathlib import Path
 
-from dpngd.suite import profiles
+from dpngd.suite import pages, profiles, study
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -16,3 +16,16 @@ def test_the_number_of_the_papers_runs_is_counted():
 
 def test_it_shows_the_two_commands():
     assert {"figures", "test"} <= set(re.findall(r"^ *make ([a-z]+)", README, re.M))
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_what_is_generated_is_in_step_with_the_results():
+    assert pages.with_parts(README) == README, "make docs"
+
+
+def test_every_notebook_has_its_question():
+    assert list(pages.ASKS) == list(study.ARTIFACTS)
+    assert all(f"](notebooks/{name}.ipynb)" in README for name in study.ARTIFACTS)
