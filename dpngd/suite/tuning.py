@@ -42,7 +42,7 @@ from dpngd.suite import params, paths, profiles, sweep
 from dpngd.suite.params import SEARCHES
 from dpngd.suite.profiles import GATE, Grid, Profile, Trial, blocks, joint, largest_norm, place, points
 from dpngd.suite.store import Store
-from dpngd.training.config import RunConfig
+from dpngd.training.config import FIELDS, RunConfig, in_interval
 
 UNSTABLE = 1.5  # a run whose loss exceeds this times its first one, after the first tenth of its steps
 Axes = dict[str, Any]
@@ -119,11 +119,13 @@ def second_round(grid: Grid, won: Axes, n: int, fixed: Sequence[str]) -> list[Ax
     """The n trials that follow from the best one, `won`: single moves on each axis, then two axes at a time.
 
     An axis has two moves: one and two steps beyond the edge that `won` lies at, or half a step to either side. A step
-    is the ratio of the last two values of the grid. Axes in `fixed`, and those of one value, have none.
+    is the ratio of the last two values of the grid. Axes in `fixed`, and those of one value, have none. A move to a
+    value that no run can have (lambda_base above lambda_safe) gives way to a shorter one: half a step beyond the edge,
+    then half a step and a quarter of one back.
     """
     old = points(grid)
     moves = {axis: found for axis in dict.fromkeys(a for block in blocks(grid) for a in block)
-             if axis not in fixed and (found := _moves(_values(grid, axis), _value(axis, won)))}
+             if axis not in fixed and (found := _moves(axis, _values(grid, axis), _value(axis, won)))}
     ways = [[{axis: pair[i]} for axis, pair in moves.items()] for i in (0, 1)]
     single = list(itertools.chain(*ways))
     double = [a | b for a, b in itertools.combinations(single, 2) if a.keys() != b.keys()]
@@ -150,15 +152,22 @@ def _value(axis: str, axes: Axes) -> Any:
     return axes[axis] if len(parts) == 1 else [axes[n] for n in parts]
 
 
-def _moves(values: list, at: Any) -> tuple[Any, Any] | None:
-    """The two values to try next on an axis of these values, from the value `at`."""
+def _moves(axis: str, values: list, at: Any) -> list:
+    """The two values to try next on an axis of these values, from the value `at`; none where it has one value."""
     if len(values) < 2:
-        return None
+        return []
     i = values.index(at)
     if 0 < i < len(values) - 1:
-        return _times(at, values[i + 1], at, 0.5), _times(at, values[i - 1], at, 0.5)
+        return [_times(at, values[i + 1], at, 0.5), _times(at, values[i - 1], at, 0.5)]
     inner = values[1] if i == 0 else values[-2]
-    return _times(at, at, inner, 1.0), _times(at, at, inner, 2.0)
+    found = [_times(at, at, inner, power) for power in (1.0, 2.0, 0.5, -0.5, -0.25)]
+    return [value for value in found if _possible(axis, value)][:2]
+
+
+def _possible(axis: str, value: Any) -> bool:
+    """Whether a run can have this value: the interval of its field, and lambda_base is at most lambda_safe."""
+    within = {n: f.metadata["within"] for n, f in FIELDS.items()} | {"lambda_base_ratio": "(0, 1]"}
+    return all(in_interval(v, within.get(n) or "(0, inf)") for n, v in joint(axis, value).items())
 
 
 def _times(value: Any, above: Any, below: Any, power: float) -> Any:

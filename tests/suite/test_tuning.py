@@ -1,12 +1,15 @@
 """The gate and the grid search: who wins, what is written, that the other runs use it and keep the equation."""
 
+import collections
 import itertools
 import math
+import random
 
 import pytest
 from suite_records import record
 
 from dpngd.errors import UsageError
+from dpngd.methods import METHODS
 from dpngd.suite import command, params, paths, profiles, run, tables, tuning
 from dpngd.suite.profiles import load, profile_names
 from dpngd.suite.runs import Runs
@@ -126,6 +129,41 @@ def test_joint_axes_and_blocks_have_moves_too():
     assert len(found) == 6
     assert all(f not in profiles.points(grid) for f in found)
     assert second_round({"rate": [1.0]}, {"rate": 1.0}, 6, []) == [], "one value has no steps"
+
+
+def test_a_move_to_a_value_that_no_run_can_have_gives_way_to_a_shorter_one():
+    """lambda_base above lambda_safe is refused: such a trial once would have ended a search of hours half way."""
+    ratios = {"lambda_safe": [1.0, 4.0, 16.0], "lambda_base_ratio": [0.0625, 0.25]}
+    found = second_round(ratios, {"lambda_safe": 4.0, "lambda_base_ratio": 0.25}, 6, [])
+    assert len(found) == 6, "and there are as many trials as everywhere else"
+    assert [a["lambda_base_ratio"] for a in found if a["lambda_safe"] == 4.0] == [1.0, 0.5]
+    at_the_end = second_round({"lambda_base_ratio": [0.25, 1.0]}, {"lambda_base_ratio": 1.0}, 6, [])
+    assert at_the_end == [{"lambda_base_ratio": 0.5}, {"lambda_base_ratio": 0.707}]
+    assert second_round({"T1": [0.1, 0.4]}, {"T1": 0.4}, 6, []) == [{"T1": 0.8}, {"T1": 0.2}]
+
+
+@pytest.mark.parametrize("luck", range(8))
+def test_a_search_of_the_shipped_profile_ends_whatever_wins(luck):
+    """Made-up accuracies, another winner each time: every trial that follows is a run that there can be, all methods
+    have 24 trials at every cell, and DP-NGD's rate is the equation's in each of them."""
+    asked = {}
+
+    def made_up(c):
+        asked[c.key()] = c
+        return {"accuracy": random.Random(f"{luck} {c.key()}").random(), "status": "ok", "train_loss": [1.0] * c.T}
+
+    found = tuning.plan("cpu", made_up)
+    assert not found.missing
+    assert {c.validation for c in asked.values()} == {0.1}
+    assert {c.seed for c in asked.values()} == {1000, 1001, 1002}
+    own = [c for c in asked.values() if c.model == "small" and c.seed == 1000 and c.T in (100, 200, 400)]
+    trials = collections.Counter((c.method, c.data, c.epsilon) for c in own if not METHODS[c.method].arm_of)
+    assert len(trials) == 5 * 3 * 2
+    assert set(trials.values()) == {24}
+    for c in asked.values():
+        if c.method == "dp-ngd":
+            eta_sgd = found.tuned["eta_sgd"][profiles.place(c.data, None if c.model == "small" else c.model)]
+            assert c.eta * c.C / c.lambda_safe**0.5 == pytest.approx(eta_sgd[c.epsilon][c.T], rel=1e-5)
 
 
 def test_a_trial_of_the_grid_is_not_run_twice():
