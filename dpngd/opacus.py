@@ -91,6 +91,10 @@ RESOLVED = 1e-10
 PLAIN = {"momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
 """What an SGD has that does nothing but theta <- theta - eta grad."""
 
+# Opacus's hooks, although switched off for them, make torch warn of every pass over public images. Ours only: passes of
+# a user's own loop warn as they do with DP-SGD.
+warnings.filterwarnings("ignore", "Full backward hook is firing when gradients", UserWarning, r"dpngd\.")
+
 
 class DPNGD(DPOptimizer):
     """Wraps the DPOptimizer that `PrivacyEngine.make_private` returned; use it in that one's place.
@@ -108,7 +112,7 @@ class DPNGD(DPOptimizer):
                  optimizer's rate
     kl_noise     nats of it that may be the noise's own; None for no such bound
     kl_radius    guard for the wrapped optimizer's steps: those of a larger KL divergence are shortened
-    probe        public images on which KL divergences are measured, at least 16
+    probe        public images on which KL divergences are measured, at least 16; all of them where there are fewer
     clip_ratio   with a KL budget, C = max_grad_norm over the median whitened gradient norm of public images at the
                  start; None keeps the C of make_private. The sensitivity is max_grad_norm in either case
     T            steps the run will take (the schedule ends at T). A step beyond it is an error
@@ -264,7 +268,8 @@ class DPNGD(DPOptimizer):
         bound = f"kappa = {self.steps.kappa:.4g}" if budget else f"kl_radius = {self.steps.kl_radius:.4g}"
         if last is None or (not budget and self.t == 0):
             return f"by KL divergence, {bound}; no step yet"
-        return f"s = {last.s:.4g}, KL {last.kl:.4g} against {bound}"
+        held = budget and last.kl < self.steps.kappa and math.isclose(last.s, self.steps.limit(self._noise_kl()))
+        return f"s = {last.s:.4g}, KL {last.kl:.4g} against {bound}" + (" (the noise's share ended it)" if held else "")
 
     def pre_step(self, closure=None) -> bool:
         """Clip, and at the end of a logical batch count, add noise and scale: whether the weights are to be updated.
@@ -371,7 +376,7 @@ class DPNGD(DPOptimizer):
         for layer, block in zip(self.layers, self.natural.geometry.back([noisy]), strict=True):
             params = layer.params()
             for name, grad in layer.split(block).items():
-                params[name].grad = grad
+                params[name].grad = grad.contiguous()  # autograd warns where it adds to a gradient of other strides
         self.t += 1
 
     def scale_grad(self) -> None:
@@ -784,12 +789,15 @@ def check_model(model: nn.Module, x: Tensor) -> None:
     """One pass over public images: their shape is the model's, samples do not mix, no buffer changes."""
     try:
         with torch.no_grad():
-            classes = model(x[:2]).shape[1]
+            out = model(x[:2])
     except (RuntimeError, ValueError, IndexError) as error:
         raise UsageError(f"the model cannot take public images of shape {tuple(x.shape[1:])}: "
                          f"{str(error).splitlines()[0]}") from error
+    if out.dim() != 2 or out.shape[1] < 2:
+        raise UsageError(f"the model's output for two images has shape {tuple(out.shape)}: DPNGD is for "
+                         "classification, with logits (images, classes) of two classes or more")
     per_sample = PerSample(model)
-    per_sample(x[:SMALLEST], torch.arange(min(len(x), SMALLEST), device=x.device) % classes)
+    per_sample(x[:SMALLEST], torch.arange(min(len(x), SMALLEST), device=x.device) % out.shape[1])
     if not per_sample.checked:
         raise UsageError("the model's gradients on public images are not finite: start from finite weights")
 

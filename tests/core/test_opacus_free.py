@@ -3,7 +3,10 @@
 import copy
 import math
 import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,6 +229,10 @@ def test_summary():
     assert "1 of 6, 5 left" in text
     assert re.search(r"s = \S+, KL \S+ against kappa = 1.667", text)
     assert re.search(r"clipped .*outside the guarantee", text)
+    assert "against kappa = 1.667 (the noise's share ended it)" in text
+    model, optimizer = free(kl_noise=None)
+    step(model, optimizer)
+    assert "share ended it" not in optimizer.summary()
     assert "the wrapped optimizer's" in free(kl_budget=None)[1].summary()
     assert "kl_radius = 0.1; no step yet" in free(kl_radius=0.1)[1].summary()
 
@@ -278,6 +285,52 @@ def test_bad_input_is_one_line_at_construction(settings, message):
     with pytest.raises(UsageError, match=message) as caught:
         free(**settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kl_budget": None}])
+@pytest.mark.parametrize("last", [nn.Linear(64, 1), nn.Unflatten(1, (4, 16))], ids=["one number", "a map"])
+def test_a_model_that_does_not_classify_is_refused(last, settings):
+    """Of one output, or of a label per pixel, there is no softmax over classes per image."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), last)
+    model, optimizer, _ = PrivacyEngine(accountant="prv").make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), data_loader=DataLoader(DATA, batch_size=B),
+        noise_multiplier=1.0, max_grad_norm=1.0)
+    with pytest.raises(UsageError, match=r"has shape \(2, .*: DPNGD is for classification") as caught:
+        DPNGD(optimizer, model, T=6, shape=SHAPE, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_gradients_are_laid_out_as_their_parameters():
+    model, optimizer = free()
+    step(model, optimizer)
+    assert all(p.grad.stride() == p.stride() for p in model.parameters())
+
+
+PROGRAM = """
+import torch, torch.nn.functional as F
+from opacus import PrivacyEngine
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from dpngd.opacus import DPNGD
+model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+data = TensorDataset(torch.randn(64, 1, 8, 8), torch.arange(64) % 3)
+model, optimizer, loader = PrivacyEngine().make_private(
+    module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), data_loader=DataLoader(data, batch_size=16),
+    noise_multiplier=1.0, max_grad_norm=1.0)
+optimizer = DPNGD(optimizer, model, T=10, shape=(1, 8, 8), T_cur=1)
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def test_a_users_program_gets_no_warnings_but_those_of_opacus():
+    """Passes over public images, with Opacus's hooks on the model, and what becomes p.grad: torch has words on both."""
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert "Secure RNG turned off" in run.stderr, "warnings are shown"
+    assert "dpngd" not in run.stderr.replace(str(Path(torch.__file__).parents[1]), "")
+    assert "layout contract" not in run.stderr
 
 
 def test_s_is_the_same_for_the_same_release_from_other_private_data():
