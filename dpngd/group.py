@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -38,6 +39,10 @@ PATIENCE = timedelta(minutes=30)  # for a process that answers nothing; one that
 
 class Lost(RuntimeError):
     """Another process of the run has ended, so this one cannot go on. One line."""
+
+
+class Told(Lost):
+    """The same, and torchrun told this process to end."""
 
 
 class Group(Protocol):
@@ -171,6 +176,8 @@ class Processes:
         """A message that fails: the other side is not there any more."""
         try:
             yield
+        except Lost:
+            raise
         except (RuntimeError, dist.DistError) as error:
             raise Lost(f"process {self.rank} of {self.size} ends: another process of the run has ended, or cannot be "
                        f"reached ({str(error).splitlines()[0][:120]}); start the run again") from None
@@ -186,7 +193,8 @@ def connected() -> Iterator[Group]:
 
         torchrun --nproc-per-node 4 -m dpngd train ...
 
-    Within the block SIGTERM, with which torchrun ends the processes that are left when one dies, is a Lost.
+    Within the block SIGTERM, with which torchrun ends the processes that are left when one dies, is a Told. Processes
+    of one machine speak over its loopback network: the sums that they exchange are private, and nobody can listen.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
@@ -196,12 +204,20 @@ def connected() -> Iterator[Group]:
                          "processes with torchrun, or unset WORLD_SIZE")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1"):
+        for name in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
         group = Processes()
         yield group
-        group.all(None)  # nobody leaves before all have what they need
+        try:
+            group.all(None)  # nobody leaves before all have what they need
+        except Told:
+            raise
+        except Lost:
+            pass  # the work is done, and another one left first; if it died, torchrun says so
     finally:
         signal.signal(signal.SIGTERM, before)
         if dist.is_initialized() and sys.exc_info()[0] is None:
@@ -210,7 +226,7 @@ def connected() -> Iterator[Group]:
 
 def _terminated(number: int, frame: object) -> NoReturn:
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    raise Lost(f"process {rank} of {size} ends: it was told to, since another process of the run has ended; start the "
+    raise Told(f"process {rank} of {size} ends: it was told to, since another process of the run has ended; start the "
                "run again")
 
 

@@ -214,6 +214,7 @@ class Driver:
     def __init__(self, options: Ray, task: Task, tell: Any):
         self.options, self.task, self.tell = options, task, tell
         self.out: dict[Any, Out] = {}
+        self.full = False  # the disk of the store: nothing more is sent out
 
     def run(self, configs: Sequence[RunConfig]) -> None:
         import ray
@@ -312,19 +313,21 @@ class Driver:
         remote = self.ray.remote(num_cpus=cpus, num_gpus=self.options.gpus, max_retries=RETRIES)(compute_on_node)
         shared = self.ray.put((task.run, dict(task.every), task.store.profile, versions(), max(1, int(cpus))))
         looked, room = 0.0, 0
-        while todo or self.out:
+        while (todo and not self.full) or self.out:
             if time.monotonic() - looked > BEAT:
                 if home not in {node["NodeID"] for node in self._nodes()}:
                     raise ConnectionError("the cluster was started anew")
                 looked, room = time.monotonic(), min(2 * self._slots() + 2, CLAIMS)
                 self.tell("beat")
-            while todo and len(self.out) < room:
+            while todo and len(self.out) < room and not self.full:
                 self._send(todo.popleft(), remote, shared)
             if self.out:
                 for ref in self.ray.wait(list(self.out), timeout=BEAT)[0]:
                     self._take(ref)
-            elif todo:
+            elif todo and not self.full:
                 time.sleep(BEAT)  # no node at the moment
+        for config in todo:
+            self.tell("outcome", (config.key(), Outcome("full", "the disk of the store is full")))
 
     def _send(self, config: RunConfig, remote: Any, shared: Any) -> None:
         claim = contextlib.ExitStack()
@@ -358,7 +361,9 @@ class Driver:
             self.task.store.put(config, record)
             return Outcome("stored")
         except Exception as error:
-            return failed(error)
+            outcome = failed(error)
+            self.full = outcome.status == "full"
+            return outcome
 
 
 def slots(resources: Mapping[str, float], options: Ray) -> int:

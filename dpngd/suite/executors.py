@@ -129,8 +129,19 @@ class _Worker(threading.Thread):
                     config = self.todo.get_nowait()
                 except queue.Empty:
                     break
-                self.done.put((config, self._outcome(config, log)))
+                outcome = self._outcome(config, log)
+                left = self._take_all() if outcome.status == "full" else []
+                for each in (config, *left):
+                    self.done.put((each, outcome))
             self.stop()
+
+    def _take_all(self) -> list[RunConfig]:
+        """What nobody has begun: on a full disk it would be computed in vain."""
+        left = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left.append(self.todo.get_nowait())
+        return left
 
     def _outcome(self, config: RunConfig, log: IO[bytes]) -> Outcome:
         try:

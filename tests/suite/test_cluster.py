@@ -1,6 +1,6 @@
 """Sweeps on a real Ray cluster of two nodes on this machine: the same records, and nothing lost when something dies.
 
-Skipped where ray is not installed, but for what must be said there.
+Skipped where ray is not installed, but for what must be said there, or does not start: then with its own last words.
 """
 
 import importlib.util
@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from data_files import split_arrays
+from ray_nodes import HOST, Cluster
 from sweep_runs import config, configs, good, killed_once_and_3_fails, slow
 
 from dpngd.errors import UsageError
@@ -23,6 +24,7 @@ from dpngd.suite.cluster import Ray, differing, slots, versions
 from dpngd.suite.store import Store
 from dpngd.suite.sweep import SweepError, ensure
 
+pytestmark = pytest.mark.xdist_group("cluster")  # one cluster, not one per process of pytest
 HELPERS = Path(__file__).parents[1] / "helpers"
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None,
                                reason="ray is not installed: pip install 'dpngd[cluster]'")
@@ -49,19 +51,17 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def nodes(log, data):
+def cluster_of_two(log, data):
     """A head and a second node, each in a process of its own."""
-    from ray_nodes import Cluster, TooBusy
+    found = Cluster(SWEEP_LOG=str(log), DPNGD_DATA=str(data))
+    yield found
+    found.close()
 
-    try:
-        found = Cluster(SWEEP_LOG=str(log), DPNGD_DATA=str(data))
-    except TooBusy as error:
-        pytest.skip(f"ray's own helpers do not start within its 15 s, this machine is too busy: {error}")
-    try:
-        found.add()
-        yield found
-    finally:
-        found.close()
+
+@pytest.fixture
+def nodes(cluster_of_two):
+    cluster_of_two.mend()
+    return cluster_of_two
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_a_worker_that_is_killed_loses_nothing_and_a_failing_run_is_reported(sto
     killer = subprocess.Popen([sys.executable, "-c", KILL, str(log)])
     try:
         with pytest.raises(SweepError) as caught:
-            ensure(configs(8), store=store, run=killed_once_and_3_fails, executor=Ray(f"ray://127.0.0.1:{nodes.client}"))
+            ensure(configs(8), store=store, run=killed_once_and_3_fails, executor=Ray(f"ray://{HOST}:{nodes.client}"))
         assert killer.wait(60) == 0
         assert other.wait(600) == 0
     finally:
@@ -252,7 +252,7 @@ def test_a_node_with_another_version_is_refused(store, nodes, ray, tmp_path):
     other = tmp_path / "site" / "torch-1.0.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
-    node = nodes.add(path=tmp_path / "site")
+    node = nodes.add_another(path=tmp_path / "site")
     try:
         with pytest.raises(UsageError, match=r"node .* has torch 1\.0, and .* is here: install the same") as error:
             ensure(configs(2), store=store, run=good, executor=ray)
@@ -268,7 +268,7 @@ def test_a_node_without_the_data_is_refused_or_gets_them(store, nodes, ray, data
     there.mkdir()
     monkeypatch.setenv("DPNGD_DATA", str(data))
     wanted = [config().replace(data="svhn", B=20, T=1, evals=1)]
-    node = nodes.add(DPNGD_DATA=str(there))
+    node = nodes.add_another(DPNGD_DATA=str(there))
     try:
         with pytest.raises(UsageError, match="lacks the data: svhn") as error:
             ensure(wanted, store=store, executor=ray)

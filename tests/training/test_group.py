@@ -1,5 +1,6 @@
 """One run on several processes: the same batch, noise once, the same numbers; and what happens when one dies."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ from dpngd.group import ALONE, Processes, connected
 from dpngd.training.checkpoint import Checkpoint
 from dpngd.training.train import Batches, load, train
 
+pytestmark = pytest.mark.xdist_group("group")  # what `said` computes is computed once
 HELPER = Path(group_runs.__file__)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LIMIT = 600  # seconds, for a slow machine with busy cores; only a hang reaches it
@@ -163,6 +165,33 @@ def test_several_processes_without_torchrun(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UsageError, match="RANK is not set: start several processes with torchrun"), connected():
         pass
+
+
+class Left(Processes):
+    """The last exchange of a run fails: another process has left first, or torchrun ends this one."""
+
+    error = group.Lost("the other one has left")
+
+    def __init__(self):
+        self.rank, self.size = 0, 2
+
+    def all(self, value):
+        raise self.error
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_who_leaves_last_has_lost_nothing(monkeypatch, told):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is undone
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(group.dist, "init_process_group", lambda *a, **k: None)
+    monkeypatch.setattr(group, "Processes", Left)
+    monkeypatch.setattr(Left, "error", group.Told("ends") if told else Left.error)
+    with pytest.raises(group.Told) if told else contextlib.nullcontext(), connected():
+        work = "done"
+    assert work == "done"
+    assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0"), "private sums stay on this machine"
 
 
 class Second:
