@@ -35,6 +35,7 @@ from dpngd.errors import UsageError, unknown
 from dpngd.gradients import Tape
 from dpngd.group import ALONE, Group
 from dpngd.layers import Layer, RowLayer, trainable_layers
+from dpngd.layers.forms import product
 
 LABELS = ("sampled", "exact", "random", "given")
 
@@ -407,7 +408,7 @@ class SteepMoments(Moments):
             M = self.A[0] / self.images
             return *largest(M, least), float(M.trace())
         X = torch.cat(self.rows)  # fewer rows than columns: the eigenvectors of X'X are X'V / ||X'V|| for those of X X'
-        M = X @ X.mT / self.images
+        M = product(X, X) / self.images
         few = few_largest(M, least)
         if few is not None:
             return few[0], torch.linalg.qr(X.mT.double() @ few[1]).Q, float(M.trace())

@@ -74,6 +74,7 @@ from dpngd.geometry import Kronecker
 from dpngd.gradients import Blocks, PerSample, SampleGradients, check_precision
 from dpngd.group import ALONE, Processes
 from dpngd.layers import Dense, Factors, Layer, LayerGradient, trainable_layers
+from dpngd.layers.forms import product
 from dpngd.mechanism import GaussianMechanism
 from dpngd.natural import Natural, public_clip
 from dpngd.noise import SecretNoise, TorchNoise, stream
@@ -613,24 +614,38 @@ class GradSample(Dense):
     def projected_energy(self, Q_G: Tensor, Q_A: Tensor, w: Tensor) -> Tensor:
         """sum(w (Q_G' g_i Q_A)^2): with Q_A' (k, I) stored row by row, a product with g' reads g once for all k.
 
-        The product g Q_A with k below 16 takes five times as long, because BLAS has no kernel for it.
+        By `product`: the library's BLAS takes twice as long.
         """
         (b, R, O, I), m, k = self.w.shape, Q_G.shape[2], Q_A.shape[2]
         if R > 1 or m * I * (O + k) < O * k * (I + m):  # the output side first leaves less to do
             return super().projected_energy(Q_G, Q_A, w)
         Q = self._as_held(Q_A[0, :I].mT).contiguous()
-        T = (Q @ self.w.view(-1, I).mT).view(k, b, O)
+        T = product(Q, self.w.view(-1, I)).view(k, b, O)
         if self.bias is not None:
             T.addcmul_(Q_A[0, I].view(k, 1, 1), self.bias.view(1, b, O))
-        P = T.view(-1, O) @ Q_G[0]
+        P = product(T.view(-1, O), Q_G[0].mT.contiguous())
         return torch.bmm(P.square_().view(k, b, m), w[0].mT.to(P.dtype).unsqueeze(2)).sum(0)[:, 0]
+
+
+class OneDNNFactors(Factors):
+    """Factors whose projections are by `product`, for many directions twice as fast. Training runs keep to BLAS, whose
+    rounding their records have."""
+
+    def _times(self, Q_A: Tensor) -> Tensor:
+        return product(self.a.flatten(0, 1), Q_A.mT.contiguous())
+
+    def select(self, keep: Tensor) -> OneDNNFactors:
+        return OneDNNFactors(self.a[keep], self.d[keep])
+
+    def double(self) -> OneDNNFactors:
+        return OneDNNFactors(self.a.double(), self.d.double())
 
 
 def gradient_of(layer: Layer, samples: list[Tensor]) -> LayerGradient:
     """A layer's per-sample gradients from p.grad_sample of its parameters."""
     form = Deferred.form_of(samples)
     if form is not None:
-        return form
+        return OneDNNFactors(form.a, form.d)
     g = layer.join(*[s.real() if isinstance(s, Deferred) else s for s in samples])
     return GradSample(g.w, g.bias, g.taps)
 

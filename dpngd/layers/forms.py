@@ -183,15 +183,19 @@ class Factors:
             return weighted_energy(self.materialise(), w)
         return ((self.d[:, 0].square() @ w[0]) * self.a[:, 0].square()).sum(1)
 
+    def _times(self, Q_A: Tensor) -> Tensor:
+        """The inputs (b*S, I) times Q_A (I, k)."""
+        return times(self.a.flatten(0, 1), Q_A)
+
     def project(self, Q_G: Tensor, Q_A: Tensor) -> Tensor:
-        aQ = times(self.a.flatten(0, 1), Q_A[0]).view(*self.a.shape[:2], Q_A.shape[2])
+        aQ = self._times(Q_A[0]).view(*self.a.shape[:2], Q_A.shape[2])
         return ((self.d @ Q_G[0]).mT @ aQ).unsqueeze(1)
 
     def projected_energy(self, Q_G: Tensor, Q_A: Tensor, w: Tensor) -> Tensor:
         if self.a.shape[1] > 1:
             return weighted_energy(self.project(Q_G, Q_A), w)
         # With one position P is of rank one. Its squares are those of its factors, scaled so that they stay in range.
-        d, a = (self.d[:, 0] @ Q_G[0]), times(self.a[:, 0], Q_A[0])
+        d, a = (self.d[:, 0] @ Q_G[0]), self._times(Q_A[0])
         scale = self.d[:, 0].abs().amax(1, keepdim=True).clamp(min=torch.finfo(d.dtype).tiny)
         return (((d / scale).square() @ w[0].to(d.dtype)) * (a * scale).square()).sum(1)
 
