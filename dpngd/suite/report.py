@@ -149,12 +149,19 @@ def abstract(data: Mapping[str, Any]) -> list[str]:
     found = data["compute"]
     runs = f"all {found['planned']:,} planned runs" if found["there"] == found["planned"] else \
         f"{found['there']:,} of {found['planned']:,} planned runs"
-    first = f"The paper makes {len(papers)} claims that can be tested; on {runs} they come out as " \
-            f"{', '.join(f'**{n} {word}**' for word, n in counts.items())}."
-    against = [row["sentence"].rstrip(".") for row in papers if row["word"] == stats.REFUTED]
-    unsure = "".join(f"; {counts[word]} {'is' if counts[word] == 1 else 'are'} {word}"
-                     for word in (stats.INCONCLUSIVE, stats.NOT_TESTABLE, stats.NOT_RUN) if word in counts)
-    fourth = f"Refuted here: {'; '.join(against)}." if against else f"No claim of the paper is refuted here{unsure}."
+    if data["profile"] in claims.DEMONSTRATIONS:
+        first = f"The paper makes {len(papers)} claims that can be tested; {runs} show them at work, and decide none."
+        steady = [rows[c.id] for c in claims.all_claims() if c.steady and rows[c.id]["word"] != stats.NOT_RUN]
+        fourth = f"What must hold on every machine (theorems, privacy, counts) holds in " \
+                 f"{sum(bool(row['holds']) for row in steady)} of {len(steady)} checks."
+    else:
+        first = f"The paper makes {len(papers)} claims that can be tested; on {runs} they come out as " \
+                f"{', '.join(f'**{n} {word}**' for word, n in counts.items())}."
+        against = [row["sentence"].rstrip(".") for row in papers if row["word"] == stats.REFUTED]
+        unsure = "".join(f"; {counts[word]} {'is' if counts[word] == 1 else 'are'} {word}"
+                         for word in (stats.INCONCLUSIVE, stats.NOT_TESTABLE, stats.NOT_RUN) if word in counts)
+        fourth = f"Refuted here: {'; '.join(against)}." if against else \
+            f"No claim of the paper is refuted here{unsure}."
     return [first, told("best-everywhere", "stricter-larger"), told("fewer-steps", "step-cost-bench"), fourth,
             told("untuned-ahead", "untuned-level")]
 

@@ -63,7 +63,7 @@ def number(value: float, unit: str) -> str:
 def seen(row: Row) -> str:
     """What one sees in the figure or table of a claim."""
     if row["word"] == stats.NOT_RUN:
-        if not row["planned"]:
+        if row["runs"] == row["planned"]:  # none, or none of those that the rule needs
             return "Nothing: this profile does not ask for these runs."
         lost = f"{row['planned'] - row['runs']:,} of {row['planned']:,} runs are missing"
         return f"Nothing yet: {lost}." if not row["runs"] else \
@@ -151,7 +151,7 @@ def brief(row: Row) -> str:
         least[cell] = min(e, least.get(cell, e))
     sign = "+" if "points" in row["unit"] else ""
     ends = dict.fromkeys(f"{e:{sign}.2f}" for e in (min(least.values()), max(least.values())))
-    held = f"shown in {row['held']} of {row['cells']}; " if (row["cells"] or 0) > 1 else ""
+    held = f"shown in {row['held']} of {row['cells']}; " if row["held"] is not None and row["cells"] > 1 else ""
     rival = " over the best of them" if len(least) < len(found) else ""
     return f"{held}{' to '.join(ends)}{row['unit']}{rival}"
 

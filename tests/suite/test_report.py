@@ -130,8 +130,21 @@ def test_a_claim_links_to_its_figure(folder):
     assert {report.shown_in(c) for c in claims.all_claims()} <= names
 
 
-def test_the_abstract_has_five_sentences_of_the_claims(folder):
+def test_the_abstract_of_a_demonstration_has_no_verdict(folder):
+    for path in folder.glob("0*.json"):
+        entry = json.loads(path.read_text())
+        entry["claims"] = [{**row, "word": "demonstration only", "held": None} for row in entry["claims"]]
+        path.write_text(json.dumps(entry))
     report.write_report("quick", folder)
+    said = json.loads((folder / "claims.json").read_text(encoding="utf-8"))["abstract"]
+    assert len(said) == 5
+    assert said[0].endswith("and decide none.")
+    assert not re.search("reproduced|refuted|equivalent|inconclusive|None", " ".join(said))
+
+
+def test_the_abstract_has_five_sentences_of_the_claims(folder):
+    (folder / "claims.json").unlink(missing_ok=True)
+    report.write_report("cpu", folder)
     data = json.loads((folder / "claims.json").read_text(encoding="utf-8"))
     rows = {row["id"]: row for row in data["claims"]}
     rows["best-everywhere"] |= {"word": "inconclusive", "fragile": True, "held": 3, "cells": 15, "unit": " points",

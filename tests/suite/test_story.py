@@ -34,7 +34,9 @@ def test_what_one_sees_is_counted_from_the_parts():
 
 def test_what_is_missing_is_said():
     assert story.seen(row("not run", runs=0, planned=600)) == "Nothing yet: 600 of 600 runs are missing."
-    assert story.seen(row("not run", runs=0, planned=0)) == "Nothing: this profile does not ask for these runs."
+    for planned in (0, 12):  # of 12 that exist, none is what the rule needs
+        said = story.seen(row("not run", runs=planned, planned=planned))
+        assert said == "Nothing: this profile does not ask for these runs."
     assert "12 of 600 runs are missing" in story.seen(row("not run", THREE, runs=588))
     assert "preliminary" in story.seen(row("not run", THREE, runs=588))
 
@@ -94,6 +96,7 @@ def test_the_best_rival_counts_in_the_range():
     said = story.brief(row(parts=THREE, held=1, cells=2))
     assert said == "shown in 1 of 2; -0.25 to +1.50 points over the best of them"
     assert story.brief(row(parts=THREE[:1], held=1, cells=1)) == "+2.00 points"
+    assert story.brief(row("demonstration only", THREE, held=None, cells=2)).startswith("-0.25 to +1.50 points")
 
 
 def test_costs_are_multiples():
