@@ -58,7 +58,8 @@ class Trained:
 def run(config: RunConfig, *, noise: str = "seeded", progress: Progress | None = None, views: int | None = None,
         device: str | torch.device | None = None, checkpoint: Checkpoint | None = None,
         group: Group = ALONE) -> Record:
-    """Train as the config says and report. The same config gives the same facts, bit for bit, on one machine.
+    """Train as the config says and report. The same config gives the same facts, bit for bit, on one machine with one
+    number of threads (eigenvectors of F, for one, round otherwise with several).
 
     `noise` is "seeded", a simulation, or "secret": then batches and noise are never the same again, and the record
     holds nothing that the guarantee does not cover (no losses, norms, accuracies). `device` is a GPU where there is

@@ -56,7 +56,7 @@ def test_another_machine_may_round_otherwise(shipped):
         record["where"]["rounding"] = "another"
     found = spotcheck.train_again(shipped(change), 1, 0, 1)
     assert found["good"]
-    assert "differs in train_loss (another machine)" in spotcheck.table(found)
+    assert "differs in train_loss (another machine, or other threads)" in spotcheck.table(found)
 
 
 def forged_accuracy(record):
@@ -103,6 +103,33 @@ def test_the_tolerance_of_another_machine():
     assert spotcheck.wrong(old, {**old, "privacy": {"sigma": 1.0, "parts": []}}) == ["privacy"]
 
 
+def test_a_c_that_is_found_on_public_images_may_round_otherwise():
+    """dp-ngd-free on two machines: the sixth digit of C differs, and nothing else of what is spent may."""
+    spent = {"sigma": 2.0, "q": 0.1, "sensitivity": [1.2638379], "noise_std": [2.5276758]}
+    old = {"key": "k", "config": {"clip_ratio": 0.05}, "privacy": spent, "status": "ok", "accuracy": 0.5}
+
+    def judged(fixed=(), **change):
+        config = {k: v for k, v in old["config"].items() if k not in fixed}
+        return spotcheck.wrong({**old, "config": config, "privacy": {**spent, **change}}, {**old, "config": config})
+
+    assert judged(sensitivity=[1.2638343], noise_std=[2.5276686]) == []
+    assert judged(["clip_ratio"], sensitivity=[1.2638343], noise_std=[2.5276686]) == ["privacy"], "C is stated there"
+    assert judged(sensitivity=[1.29], noise_std=[2.58]) == ["privacy"], "more than rounding"
+    assert judged(noise_std=[2.5276]) == ["privacy"], "noise that is not sigma C"
+    assert judged(sensitivity=[], noise_std=[]) == ["privacy"]
+    assert judged(sensitivity=[1.2638343], noise_std=[2.5276686], sigma=2.0 + 1e-12) == ["privacy"]
+    assert judged(sensitivity=[1.2638343], noise_std=[2.5276686], q=0.2) == ["privacy"]
+
+
+def test_other_threads_may_round_otherwise(shipped):
+    def change(record):
+        record["train_loss"][1] += 1e-9
+        record["where"]["threads"] += 1
+    found = spotcheck.train_again(shipped(change), 1, 0, 1)
+    assert found["good"]
+    assert "differs in train_loss (another machine, or other threads)" in spotcheck.table(found)
+
+
 def test_the_name_of_a_processor_does_not_make_it_the_same_machine(shipped):
     """Records from before the digest: two machines called alike did round differently."""
     def change(record):
@@ -110,7 +137,7 @@ def test_the_name_of_a_processor_does_not_make_it_the_same_machine(shipped):
         del record["where"]["rounding"]
     found = spotcheck.train_again(shipped(change), 1, 0, 1)
     assert found["good"]
-    assert "(another machine)" in spotcheck.table(found)
+    assert "(another machine, or other threads)" in spotcheck.table(found)
 
 
 def test_the_digest_of_rounding_is_of_numbers(monkeypatch):
