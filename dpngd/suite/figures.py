@@ -174,7 +174,8 @@ def _mark_peak(ax, runs: Runs) -> None:
     peak = found.peak()
     level = found.table[:-1].mean(-1).max()
     ax.axhline(level, color=colour(peak.rival), lw=1, ls=":", zorder=1)
-    said = f"dotted: best baseline, {label(peak.rival)} at {peak.theirs:g} steps" + (" (the last)" if peak.edge else "")
+    edge = f" (the {peak.edge} budget)" if peak.edge else ""
+    said = f"dotted: best baseline, {label(peak.rival)} at {peak.theirs:g} steps{edge}"
     said += f";\nDP-NGD is there after {peak.ours:.0f} steps" if math.isfinite(peak.ours) else \
         ";\nDP-NGD does not reach it"
     ax.annotate(said, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=7.5, color=INK,

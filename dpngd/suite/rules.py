@@ -289,7 +289,8 @@ class Peak:
     theirs: float
     ours: float
     rival: str
-    edge: bool  # the peak is at the largest budget: it may lie beyond
+    edge: str  # "largest" or "smallest" where the peak is at that budget: it may lie beyond
+    bound: bool  # DP-NGD is there at the smallest budget already: the ratio is a lower bound
 
     @property
     def ratio(self) -> float:
@@ -309,7 +310,8 @@ class Curves:
     def peak(self, picked: np.ndarray | None = None) -> Peak:
         """Of the mean curves over these seeds (all), DP-NGD's made monotone and linear in log T between budgets.
 
-        Where DP-NGD is there at the smallest budget already, that budget counts: its ratio is a lower bound."""
+        Where DP-NGD is there at the smallest budget already, that budget counts: its ratio is a lower bound, which can
+        show a factor and cannot refute one."""
         means = (self.table if picked is None else self.table[:, :, picked]).mean(-1)
         theirs, ours, T = means[:-1], np.maximum.accumulate(means[-1]), self.budgets
         top = theirs.max()
@@ -323,7 +325,8 @@ class Curves:
         else:
             share = (top - ours[j - 1]) / (ours[j] - ours[j - 1])
             steps = math.exp(math.log(T[j - 1]) + share * math.log(T[j] / T[j - 1]))
-        return Peak(float(T[at]), steps, rival, at == len(T) - 1)
+        edge = "largest" if at == len(T) - 1 else "smallest" if at == 0 else ""
+        return Peak(float(T[at]), steps, rival, edge, j == 0 and math.isfinite(steps))
 
 
 def peak_ratio(name: str, curves: Curves, factor: float,
@@ -333,12 +336,15 @@ def peak_ratio(name: str, curves: Curves, factor: float,
         return stats.absent(name)
     peak, everyone = curves.peak(), np.arange(len(curves.seeds))
     if peak.edge:
-        return stats.not_testable(name, f"{peak.rival} is best at the largest budget, {peak.theirs:g} steps",
-                                  f"runs of more than {peak.theirs:g} steps, to see where the rivals peak")
+        side = "more" if peak.edge == "largest" else "fewer"
+        return stats.not_testable(name, f"{peak.rival} is best at the {peak.edge} budget, {peak.theirs:g} steps",
+                                  f"runs of {side} than {peak.theirs:g} steps, to see where the rivals peak")
     values = stats.bootstrap(curves.seeds, lambda picked: curves.peak(picked).ratio * cost(picked))
+    bounds = stats.bootstrap(curves.seeds, lambda picked: float(curves.peak(picked).bound))  # the same draws
     e = stats.percentile(peak.ratio * cost(everyone), values, len(curves.seeds))
     steps = f"{peak.ours:.0f}" if math.isfinite(peak.ours) else "never there"
-    return stats.at_least(f"{name} ({steps} against {peak.theirs:g} steps of {peak.rival})", e, factor, values)
+    return stats.at_least(f"{name} ({steps} against {peak.theirs:g} steps of {peak.rival})", e, factor, values,
+                          np.where(bounds > 0, math.inf, values))
 
 
 def speedups(parts: Sequence[Part], unit: str) -> Decision:

@@ -336,15 +336,17 @@ def hardly(name: str, e: Estimate, margin: float = MARGIN, cell: str = "") -> Pa
                 target=margin)
 
 
-def at_least(name: str, e: Estimate, factor: float, values: np.ndarray) -> Part:
+def at_least(name: str, e: Estimate, factor: float, values: np.ndarray, most: np.ndarray | None = None) -> Part:
     """The claim that a ratio is at least `factor`, from its bootstrap values. Budgets are a grid, so here all draws may
-    agree: an interval of zero width is one."""
+    agree: an interval of zero width is one. `most` has upper limits where values are only lower limits (inf)."""
     if not factor > 0:
         raise UsageError(f"factor = {factor}: must be above 0")
     if e.n < 2:
         return Part(name, e, INCONCLUSIVE if e.n else NOT_RUN)
-    up, down = float((values < factor).mean()), float((values >= factor).mean())
-    word = REPRODUCED if e.low >= factor else REFUTED if e.high < factor else INCONCLUSIVE
+    most = values if most is None else most
+    up, down = float((values < factor).mean()), float((most >= factor).mean())
+    refuted = percentile(e.mean, most, e.n).high < factor
+    word = REPRODUCED if e.low >= factor else REFUTED if refuted else INCONCLUSIVE
     power = math.exp((t_quantile(math.inf, 1 - ALPHA) + t_quantile(math.inf, POWER)) * e.se)  # nan stays nan
     return Part(name, e, word, up, down, False, power, target=factor)
 

@@ -145,6 +145,23 @@ def test_a_peak_at_the_largest_budget_cannot_be_tested(claim):
     assert row["would_decide"] == "What would decide it: runs of more than 800 steps, to see where the rivals peak."
 
 
+def test_a_peak_at_the_smallest_budget_cannot_be_tested_either():
+    row = decide("fewer-steps", runs_of(artifact("convergence"), curve(30, peak=5)))
+    assert row["word"] == "not testable here"
+    assert "at the smallest budget, 25 steps" in row["ours"]
+    assert row["would_decide"] == "What would decide it: runs of fewer than 25 steps, to see where the rivals peak."
+
+
+def test_a_lower_bound_cannot_refute():
+    """DP-NGD is there at the smallest budget, 25 steps, and the rivals peak at 200: at least 8 times fewer."""
+    row = decide("fewer-steps", runs_of(artifact("convergence"), curve(5, peak=200)).where(data="svhn"))
+    assert row["word"] == "inconclusive", "10 was claimed"
+    row = decide("fewer-steps", runs_of(artifact("convergence"), curve(50, peak=200)).where(data="svhn"))
+    assert row["word"] == "refuted", "4 is no bound"
+    row = decide("fewer-steps", runs_of(artifact("convergence"), curve(5, peak=400)).where(data="svhn"))
+    assert row["word"] == "reproduced", "at least 16"
+
+
 def test_one_cell_that_cannot_be_tested_leaves_the_other():
     row = decide("fewer-steps", runs_of(artifact("convergence"), lambda c: curve(
         30, peak=5000 if c.data == "svhn" else 400)(c)))
@@ -156,15 +173,15 @@ def test_one_cell_that_cannot_be_tested_leaves_the_other():
 def test_the_peak_is_found_by_interpolation_on_the_mean_curves():
     curves = rules.Curves(runs_of(artifact("convergence"), curve(70, 0.0)).where(data="cifar10"), baselines())
     peak = curves.peak()
-    assert (peak.theirs, peak.rival, peak.edge) == (400, "dp-sgd", False)
+    assert (peak.theirs, peak.rival, peak.edge, peak.bound) == (400, "dp-sgd", "", False)
     assert peak.ours == pytest.approx(70.0, rel=1e-6), "a line in log T is hit exactly"
     level = runs_of(artifact("convergence"), lambda c: 70.0 if c.method != "dp-ngd" else 60.0 + c.T / 40)
     tie = rules.Curves(level.where(data="cifar10"), baselines()).peak()
-    assert (tie.theirs, tie.rival, tie.edge) == (25, "dp-sgd", False), "of equal peaks the first"
+    assert (tie.theirs, tie.rival, tie.edge) == (25, "dp-sgd", "smallest"), "of equal peaks the first"
     never = rules.Curves(runs_of(artifact("convergence"), curve(1e6, 0.0)).where(data="cifar10"), baselines()).peak()
     assert (never.ours, never.ratio) == (math.inf, 0.0)
     start = rules.Curves(runs_of(artifact("convergence"), curve(5, 0.0)).where(data="cifar10"), baselines()).peak()
-    assert start.ours == 25, "already there at the smallest budget: that one counts"
+    assert (start.ours, start.bound) == (25, True), "already there at the smallest budget: that one counts"
     dip = {25: 60.0, 50: 69.0, 100: 66.0, 200: 71.0, 400: 71.0, 800: 71.0}
     runs = runs_of(artifact("convergence"), lambda c: dip[c.T] if c.method == "dp-ngd" else curve(1, 0.0)(c))
     peak = rules.Curves(runs.where(data="cifar10"), baselines()).peak()

@@ -185,20 +185,20 @@ def fewer_steps(records):
             at = T[np.where(mean[:-1] == top)[1].min()]
             ours = np.maximum.accumulate(mean[-1])
             if ours[-1] < top:
-                return at, 0.0
+                return at, 0.0, 0.0
             j = np.where(ours >= top)[0][0]
             there = T[0] if j == 0 else np.exp(np.interp(top, ours[j - 1:j + 1], np.log(T[j - 1:j + 1])))
-            return at, at / there
+            return at, at / there, np.inf if j == 0 else at / there  # at the smallest budget already: a lower bound
 
-        peak, point = ratio(np.arange(len(seeds)))
-        if peak == T[-1]:
+        peak, point, _ = ratio(np.arange(len(seeds)))
+        if peak in (T[0], T[-1]):
             continue
         draws = np.random.default_rng(0).integers(len(seeds), size=(2000, len(seeds)))
         values = np.sort([ratio(d)[1] for d in draws])
         low, high = values[49], values[1949]  # the 50th and the 1,950th of 2,000
         found.append((point, low, high))
         words.append("reproduced" if low >= factor else "not")
-        down.append(np.mean(values >= factor))
+        down.append(np.mean([ratio(d)[2] >= factor for d in draws]))
     if not words:
         return "not testable here", found
     if set(words) == {"reproduced"}:
