@@ -876,7 +876,7 @@ def trials(runs: Runs) -> Figure:
         common = [T for T in here.values("T") if all(T in budgets for budgets in tried)]
         for m in here.methods():
             found = here.accuracies(method=m, T=common)
-            if METHODS[m].arm_of or not found:
+            if METHODS[m].arm_of or len(found) < 2:  # of one trial there is no best
                 continue
             best = [expected_best(found, k) for k in range(1, len(found) + 1)]
             ax.plot(range(1, len(best) + 1), best, color=colour(m), lw=2 if m == "dp-ngd" else 1.2,
@@ -894,8 +894,9 @@ def trials(runs: Runs) -> Figure:
     for row in range(rows):
         axes[row * columns].set_ylabel("validation accuracy, %")
     plots.headline(figure, head, [m for m in runs.methods() if m in seen])
+    lost = f" {missing(runs).capitalize()}." if runs.missing else ""
     plots.note(figure, "Mean of the best of k trials drawn from a method's own, in closed form; one seed per trial, a "
-                       "validation part of the private set, the first round of the search.")
+                       f"validation part of the private set, the first round of the search.{lost}")
     return figure
 
 

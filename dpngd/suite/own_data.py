@@ -194,8 +194,10 @@ def draw_rates(runs: Runs) -> Figure:
     ax.set_xticks(RATES, [f"{r:g}" for r in RATES])
     ax.minorticks_off()
     plots.settle(ax, [e.mean for e in bars], 0.1, room=2, intervals=bars, within=plots.PERCENT)
-    ax.set_title(f"Digits, ε = {runs.cells()[0][1]:g}, {T} steps", loc="left")
+    plots.headline(figure, f"Accuracy against the learning rate: digits, ε = {runs.cells()[0][1]:g}, {T} steps")
     ax.legend(fontsize=8, loc="lower left")
+    plots.note(figure, f"Mean and 95% interval over {len(runs.values('seed'))} seeds; a diverged run counts as chance; "
+                       "an arrow has the end of an interval that leaves the axis.")
     return figure
 
 
