@@ -442,7 +442,8 @@ def few_largest(M: Tensor, least: float) -> Eigen | None:
     From the span of [M W, M^2 W, M^3 W] for W (n, 32) of Gaussian numbers (block Krylov; Musco and Musco, 2015), in
     float32 but for the small eigenproblem: a tenth of the time of all eigenvectors. On a spectrum that falls by 2 % per
     eigenvalue, values are within 2 %. All eigenvectors in float32 are no alternative: LAPACK's
-    divide and conquer returned nan for an A of the small network.
+    divide and conquer returned nan for an A of the small network. (Not scipy's eigsh, which takes about as long in
+    float32: the products here are a fixed number, on the matrix's own device.)
     """
     if not M.isfinite().all():
         raise FloatingPointError("a curvature factor is not finite: training has diverged")

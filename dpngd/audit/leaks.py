@@ -233,7 +233,7 @@ def opacus(kind: Callable[..., DPOptimizer] | None = None, model: nn.Module | No
 def opacus_parts(kind: Callable[..., DPOptimizer] | None = None, model: nn.Module | None = None, public: Any = None,
                  ) -> tuple[optimizer.Harness, PrivacyEngine]:
     """The same with the engine that made it private."""
-    x, y = images(64, "opacus"), targets(64, "opacus")
+    x, y = images(96, "opacus"), targets(96, "opacus")
     model = network() if model is None else model
     engine = PrivacyEngine(accountant="prv")
     module, plain, loader = engine.make_private(

@@ -316,7 +316,7 @@ class Driver:
         while (todo and not self.full) or self.out:
             if time.monotonic() - looked > BEAT:
                 if home not in {node["NodeID"] for node in self._nodes()}:
-                    raise ConnectionError("the cluster was started anew")
+                    raise ConnectionError("the cluster was restarted")
                 looked, room = time.monotonic(), min(2 * self._slots() + 2, CLAIMS)
                 self.tell("beat")
             while todo and len(self.out) < room and not self.full:

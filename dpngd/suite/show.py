@@ -36,7 +36,8 @@ def methods(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Name, label, what it is, and the fields of RunConfig that it reads beside the common ones."""
     rows = {name: {"label": spec.label, "about": spec.about, "fields": [f for f in METHOD_FIELDS if f in spec.uses]}
             for name, spec in METHODS.items()}
-    lines = [f"{name:22}{row['label']:18}{row['about']}\n{'':22}{' '.join(row['fields'])}"
+    width = max(len(row["label"]) for row in rows.values()) + 2
+    lines = [f"{name:22}{row['label']:{width}}{row['about']}\n{'':22}{' '.join(row['fields'])}"
              for name, row in rows.items()]
     return {"methods": rows}, "\n".join(lines)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from dpngd import audit, noise
 from dpngd.audit import checks, command, leaks, report
+from dpngd.audit import optimizer as opacus_checks
 from dpngd.audit.checks import LEVEL, Result
 from dpngd.audit.subject import Subject, images, targets
 from dpngd.errors import UsageError, exit_code
@@ -70,16 +71,28 @@ def test_an_audit_leaves_the_optimizer_as_it_was():
     optimizer.step()
     weights = [p.detach().clone() for p in model.parameters()]
     t, history, hook = optimizer.t, list(engine.accountant.history), optimizer.step_hook
+    numbers = optimizer.noise_multiplier, optimizer.max_grad_norm
     audit.audit(optimizer, model, x, y, n=20)
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert (optimizer.t, engine.accountant.history) == (t, history)
     assert optimizer.step_hook == hook
+    assert (optimizer.noise_multiplier, optimizer.max_grad_norm) == numbers
     assert "add_noise" not in vars(optimizer)
     optimizer.zero_grad()
     F.cross_entropy(model(x[:9]), y[:9]).backward()
     optimizer.step()
     assert optimizer.t == t + 1
     assert any(not torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("few", "sees"), [(20, "nothing: 20 samples are too few, give 80 or more"),
+                                           (96, "missing noise")])
+def test_few_samples_prove_nothing_from_end_to_end_and_the_line_says_so(few, sees):
+    bench = leaks.opacus()
+    bench.x, bench.y = bench.x[:few], bench.y[:few]
+    (line,) = leaks.held(opacus_checks.end_to_end, lambda: bench)
+    assert line.passed
+    assert line.power == sees
 
 
 def test_a_users_audit_refuses_what_it_cannot_audit():

@@ -1,7 +1,7 @@
 """The shipped report, and one of made-up results, in a browser: wide and narrow, light and dark, printed, and read by
 a machine that judges access.
 
-Only properties are checked, no texts, so that the page can be drawn anew. What it must keep:
+Only properties are checked, no texts, so that the page can be redesigned. What it must keep:
     #claim-<id>     one element per claim of claims.json, with the claim's word in it
     .tally li       how often each word was reached among the paper's claims: a number and the word
 """

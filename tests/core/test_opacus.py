@@ -214,7 +214,7 @@ def test_a_step_interrupted_anywhere_leaves_nothing_behind(zeroed):
     model, optimizer, _ = natural()
     start = copy.deepcopy(model.state_dict())
     optimizer.natural.refresh()
-    optimizer.t = 1  # F is not computed anew at this step
+    optimizer.t = 1  # F is not computed again at this step
     with interrupted_at(-1) as calls:
         step(model, optimizer, X, Y)
     clean = flat(model)

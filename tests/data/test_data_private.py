@@ -191,7 +191,7 @@ def test_the_real_utkface_has_its_counts():
     data = load_private("utkface", root=real_data())
     assert data.N + len(data.x_test) == 23_314
     assert len(data.x_test) == 2_331
-    assert data.N // 4096 == 5  # the paper's steps an epoch
+    assert data.N // 4096 == 5  # the paper's steps per epoch
     assert len(rows(data.x_train) | rows(data.x_test)) == 23_314
     races = torch.bincount(torch.cat([data.y_train, data.y_test])) / 23_314
     np.testing.assert_allclose(races, np.array([10078, 4525, 3434, 3975, 1692]) / 23_704, atol=5e-3)

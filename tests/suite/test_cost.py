@@ -17,7 +17,7 @@ def config(method, **changes):
 
 
 def test_a_plain_networks_flops_are_those_of_its_layers():
-    """The small network on an 8x8 digit: per view, forward (2 flops a multiplication), the gradients with respect to
+    """The small network on an 8x8 digit: per view, forward (2 flops per multiplication), the gradients with respect to
     all outputs but the first layer's, and the weight gradients."""
     forward = 2 * (16 * 16 * 25 + 4 * 32 * 144 + 1 * 64 * 288 + 640)
     first = 2 * 16 * 16 * 25

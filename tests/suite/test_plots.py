@@ -1,4 +1,4 @@
-"""Figures: one colour a method, an error bar wherever there is an interval, the paper hollow only where comparable."""
+"""Figures: one colour per method, an error bar where there is an interval, the paper hollow only where comparable."""
 
 import re
 from itertools import combinations

@@ -46,7 +46,7 @@ def test_paper_yaml_has_the_papers_values():
     for row in published()["overhead"]["rows"]:
         cell = {(c.data, c.epsilon, c.method, c.T) for c in paper.configs("overhead")}
         assert (row[0], row[1], row[2], row[4]) in cell
-    assert math.floor(50000 / 4096) == 12  # steps an epoch: every T is a whole number of epochs
+    assert math.floor(50000 / 4096) == 12  # steps per epoch: every T is a whole number of epochs
     for data, epoch in (("cifar10", 12), ("svhn", 17), ("utkface", 5)):
         assert paper.settings["data"][data]["N"] // 4096 == epoch
         assert all(T % epoch == 0 for T in optimal["T"][data])

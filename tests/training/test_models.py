@@ -60,7 +60,7 @@ def test_logits_of_each_input_shape(name, shape):
     logits = model(images(2, *shape))
     assert logits.shape == (2, 7)
     assert logits.isfinite().all()
-    # A group norm of one value a group would flatten the features, and the logits of both would be the same.
+    # A group norm of one value per group would flatten the features, and the logits of both would be the same.
     assert (logits[0] - logits[1]).abs().max() > 1e-2
 
 

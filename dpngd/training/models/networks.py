@@ -20,7 +20,7 @@ Choices:
   gain a channel, has 2,753,818.
 - ResNet follows He et al. (2016, section 4.2) with batch norm replaced: conv, group norm, ReLU, and
   parameter-free shortcuts (their option A, which they use on CIFAR: every second pixel, zeros for the new
-  channels). Its convs have no bias, as theirs: before a group norm of one channel a group it has no effect,
+  channels). Its convs have no bias, as theirs: before a group norm of one channel per group it has no effect,
   and would only get noise.
 - The small network has no conv bias for the same reason, and a linear layer on its whole last feature map.
 - Group norm takes 16 groups, or gcd(16, width).
