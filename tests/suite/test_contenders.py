@@ -159,9 +159,11 @@ def test_everything_in_one_command(two_cores, monkeypatch, capsys):
     page = pages.measured(report)
     found = report["ratio"]["small"]["dp_sgd_over_plain"]
     assert f"| DP-SGD / plain training | small | {round(found, 2)} |" in page
-    assert "| batch | 2, 4 |" in page and f"| {report['scaling']['batch']['exponent']:.2f} |" in page
+    assert "| batch | 2, 4 |" in page
+    assert f"| {report['scaling']['batch']['exponent']:.2f} |" in page
     assert f"| gep | {report['once']['runs_per_hour']['gep']:.0f} |" in page
-    assert "| digits | dpngd | 3.0 | 1.50 |" in page and "| digits | dp-sgd | 2.0 | 1.00 |" in page
+    assert "| digits | dpngd | 3.0 | 1.50 |" in page
+    assert "| digits | dp-sgd | 2.0 | 1.00 |" in page
 
 
 def test_a_report_without_goals_is_not_shown_as_measured():
