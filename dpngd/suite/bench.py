@@ -396,7 +396,7 @@ def main(args: argparse.Namespace) -> int:
         "clock": args.clock, "cpu": record.cpu(), "cores": cores, "torch": torch.__version__, "load": load,
         "micro_batch": args.micro_batch, "goals": GOALS,
     }
-    if args.opacus:
+    if args.opacus or args.full:
         report["opacus"] = opacus_loops(min(args.repeats, 3))
     if args.scaling:
         report["scaling"] = scaling(min(args.repeats, 5), args.floor, args.micro_batch, args.clock)

@@ -5,21 +5,23 @@
 | docs/deviations.md | params/deviations.yaml, params/published.yaml |
 | docs/claims.md | figures/cpu/claims.json |
 | README.md, between its markers | figures/cpu/claims.json, and what params/ plans |
+| docs/speed.md, between its markers | results/bench.json |
 
-A part of the README lies between `<!-- NAME: written by make docs -->` and `<!-- end of NAME -->`. The report shows the
+Such a part lies between `<!-- NAME: written by make docs -->` and `<!-- end of NAME -->`. The report shows the
 same rows. A test compares the committed pages with what this module makes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from dpngd.errors import UsageError
 from dpngd.files import write_atomically
 from dpngd.suite import paths, profiles, report, stats, story
 from dpngd.suite.params import deviations, published
-from dpngd.suite.study import ARTIFACTS, configs
+from dpngd.suite.study import ARTIFACTS, bench_report, configs, goals_table
 
 SHIPPED = "cpu"  # the profile of the shipped results
 ASKS = {
@@ -100,31 +102,75 @@ def minutes_of(notebook: str, profile: str) -> float:
     return sum(map(settings.seconds, runs.values())) / 60
 
 
-PARTS: dict[str, Callable[[], str]] = {"found": found_part, "notebooks": notebooks_part}
+# ---- docs/speed.md: its measured part --------------------------------------------------------------------------------
+
+def measured(report: Mapping[str, Any] | None) -> str:
+    """What `dpngd bench --full` found, as Markdown: ratios and goals, growth, what is done once, programs of Opacus."""
+    if report is None or "goals" not in report:
+        return "Not measured yet with the present code on a quiet machine: results/bench.json has no goals in it.\n"
+    load = f"load {report['load']:.1f} before and {report['load_after']:.1f} after"
+    lines = [f"{report['cpu']}, {report['cores']} cores, torch {report['torch']}, {report['clock']} clock, {load}; "
+             f"{report['repeats']} rounds, K = {report['K']}.", "", *rows_of(goals_table(report))]
+    if "scaling" in report:
+        lines += ["", "How the cost of DP-NGD grows:", "", "| varied | values | ms | exponent |",
+                  "| --- | --- | --- | --- |"]
+        lines += [table_row(what, ", ".join(map(str, row["values"])),
+                            ", ".join(f"{1e3 * s:.1f}" for s in row["seconds"]), f"{row['exponent']:.2f}")
+                  for what, row in report["scaling"].items()]
+    if "once" in report:
+        once = report["once"]
+        pace = ", ".join(f"{layout} {n:.0f}" for layout, n in once["pace"].items())
+        lines += ["", f"Sigma is calibrated in {once['calibrate']:.1f} s, and `dpngd train --T 1` takes "
+                      f"{once['start']:.1f} s. Samples per second of DP-NGD, processes x threads: {pace}.", "",
+                  "| method of the `cpu` profile | whole runs per hour |", "| --- | --- |"]
+        lines += [table_row(name, f"{n:.0f}") for name, n in once["runs_per_hour"].items()]
+    if "opacus" in report:
+        lines += ["", "Whole programs through Opacus, one thread:", "",
+                  "| program | loop | ms per step | over Opacus's DP-SGD |", "| --- | --- | --- | --- |"]
+        lines += [table_row(name, loop, f"{ms:.1f}", f"{row['over_dp_sgd'].get(loop, 1.0):.2f}")
+                  for name, row in report["opacus"].items() for loop, ms in row["ms_per_step"].items()]
+    return "\n".join(lines) + "\n"
 
 
-def with_parts(text: str) -> str:
-    """The README with each of its parts as it would be made now."""
-    for name, part in PARTS.items():
+def rows_of(table: Any) -> list[str]:
+    """A data frame as the lines of a Markdown table."""
+    return [table_row(*table.columns), table_row(*["---"] * len(table.columns)),
+            *(table_row(*row) for row in table.itertuples(index=False))]
+
+
+MADE: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"found": found_part, "notebooks": notebooks_part},
+    "docs/speed.md": {"measured": lambda: measured(bench_report()).strip()},
+}
+"""The parts of a page that are made, by page and name."""
+
+
+def with_parts(page: str, text: str) -> str:
+    """The text of a page with each of its parts as it would be made now."""
+    for name, part in MADE[page].items():
         start, end = f"<!-- {name}: written by make docs -->", f"<!-- end of {name} -->"
         if text.count(start) != 1 or text.count(end) != 1:
-            raise UsageError(f"README.md needs one line {start!r} and one {end!r}: make docs writes between them")
+            raise UsageError(f"{page} needs one line {start!r} and one {end!r}: make docs writes between them")
         made = part()
         before, _, rest = text.partition(start)
         text = f"{before}{start}\n\n{made}\n\n{end}{rest.partition(end)[2]}"
     return text
 
 
-PAGES: dict[str, Callable[[], str]] = {"deviations.md": deviations_page, "claims.md": lambda: report.docs(SHIPPED)}
+def made_anew(page: str) -> str:
+    """A page whose parts are made, as it should be now."""
+    return with_parts(page, (paths.ROOT / page).read_text(encoding="utf-8"))
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/deviations.md": deviations_page, "docs/claims.md": lambda: report.docs(SHIPPED),
+    **{page: functools.partial(made_anew, page) for page in MADE}}
 
 
 def main() -> int:
     for name, page in PAGES.items():
-        write_atomically(paths.ROOT / "docs" / name, page())
-        print(f"docs/{name}")
-    readme = paths.ROOT / "README.md"
-    write_atomically(readme, with_parts(readme.read_text(encoding="utf-8")))
-    print("README.md")
+        write_atomically(paths.ROOT / name, page())
+        print(name)
     return 0
 
 

@@ -9,7 +9,7 @@ import torch
 from dpngd.curvature import KFAC
 from dpngd.errors import UsageError
 from dpngd.noise import stream
-from dpngd.suite import bench, command
+from dpngd.suite import bench, command, pages
 from dpngd.suite.bench import DEFAULT_CONTENDERS, NotApplicable
 
 FAST = ["--models", "small", "--batch", "6", "--repeats", "2", "--public", "60", "--threads", "1", "--no-memory",
@@ -148,12 +148,27 @@ def test_everything_in_one_command(two_cores, monkeypatch, capsys):
     """--full adds the same table with one thread, from a process of its own, and the goals."""
     monkeypatch.setattr(bench, "SWEEPS", {"batch": (2, 4)})
     monkeypatch.setattr(bench, "once", lambda threads: {"calibrate": 1.0, "start": 1.0})
+    loops = {"ms_per_step": {"dp-sgd": 2.0, "dpngd": 3.0}, "over_dp_sgd": {"dpngd": 1.5}}
+    monkeypatch.setattr(bench, "opacus_loops", lambda runs: {"digits": loops})
     assert command.bench([*FAST, "--full", "--json", "--contenders", "plain", "dp-sgd", "--clock", "cpu"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report["one_thread"]) == {"models", "ratio", "load", "load_after"}
     assert set(report["one_thread"]["ratio"]["small"]) == set(report["ratio"]["small"]) == {"dp_sgd_over_plain"}
     assert report["goals"]["dp_sgd_over_plain"]["small"] == 1.4
     assert report["clock"] == "cpu"
+    page = pages.measured(report)
+    found = report["ratio"]["small"]["dp_sgd_over_plain"]
+    assert f"| DP-SGD / plain training | small | {round(found, 2)} |" in page
+    assert "| batch | 2, 4 |" in page
+    assert f"| {report['scaling']['batch']['exponent']:.2f} |" in page
+    assert f"| gep | {report['once']['runs_per_hour']['gep']:.0f} |" in page
+    assert "| digits | dpngd | 3.0 | 1.50 |" in page
+    assert "| digits | dp-sgd | 2.0 | 1.00 |" in page
+
+
+def test_a_report_without_goals_is_not_shown_as_measured():
+    assert pages.measured(None) == pages.measured({"ratio": {}})
+    assert pages.measured(None).startswith("Not measured yet")
 
 
 def test_the_floor_is_that_of_a_runs_plateau():

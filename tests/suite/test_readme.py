@@ -23,7 +23,7 @@ def test_it_is_short():
 
 
 def test_what_is_generated_is_in_step_with_the_results():
-    assert pages.with_parts(README) == README, "make docs"
+    assert pages.with_parts("README.md", README) == README, "make docs"
 
 
 def test_every_notebook_has_its_question():

@@ -134,4 +134,4 @@ def test_the_readmes_picture_comes_with_its_word(word, monkeypatch, tmp_path):
 
 def test_a_readme_without_its_markers_is_an_error():
     with pytest.raises(ValueError, match=r"README\.md needs one line '<!-- found: written by make docs -->'"):
-        pages.with_parts("# x\n")
+        pages.with_parts("README.md", "# x\n")

@@ -1,11 +1,15 @@
 """Gradients by worker threads: the same as by one, in order, on the parameters of the moment."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 from dpngd.errors import UsageError
+from dpngd.geometry import Euclidean
 from dpngd.gradients import PerSample, micro_batch_size, pieces, views_at_once
+from dpngd.mechanism import GaussianMechanism
 from dpngd.training import models
 from dpngd.training.parallel import Workers, replica
 
@@ -32,6 +36,50 @@ def test_same_as_one_thread_bit_for_bit_and_in_order(K):
     for one, many in zip(*results, strict=True):
         assert torch.equal(one.materialise(), many.materialise())
         assert torch.equal(one.losses, many.losses)
+
+
+def test_workers_clip_and_sum_what_one_thread_would_bit_for_bit():
+    """The mechanism's share of a micro-batch is computed by the worker that has its gradients, once each."""
+    x, y = data()
+    model, where = network(), []
+
+    class Mechanism(GaussianMechanism):
+        def share(self, g, geometry):
+            where.append((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+            return super().share(g, geometry)
+
+    sums = []
+    for threads in (1, 2):
+        per_sample = PerSample(model)
+        workers = Workers(per_sample, threads)
+        for _ in range(2):  # the first micro-batch of all is checked, in the main thread
+            where.clear()
+            found = Mechanism((0.5,), 1.0, 40).clipped_sums(pieces(x, y, 1, views=8), Euclidean(), per_sample.zeros(),
+                                                            workers.map)
+            assert found.seen == 40
+            sums.append(found)
+        if threads > 1:
+            assert where == [(False, 1)] * 5
+    one, *others = sums
+    plain = GaussianMechanism((0.5,), 1.0, 40).clipped_sums(
+        [per_sample(*part) for part in pieces(x, y, 1, views=8)], Euclidean(), per_sample.zeros())
+    for other in (*others, plain):
+        assert all(torch.equal(a, b) for a, b in zip(one.sums[0], other.sums[0], strict=True))
+        assert torch.equal(one.norms, other.norms)
+        assert torch.equal(one.losses, other.losses)
+
+
+def test_a_step_is_on_one_thread_where_workers_have_the_others(monkeypatch):
+    """A guard against slowness: a second thread of OpenMP would spin on a core that the next step's workers need."""
+    calls = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    with Workers(PerSample(network()), 2).alone():
+        assert calls[-1] == 1
+    assert calls[-1] == 2
+    calls.clear()
+    with Workers(PerSample(network()), 1).alone():
+        assert calls == []
 
 
 def test_replicas_follow_the_model():
