@@ -118,6 +118,30 @@ def batch(loader, n=B):
     return loader.dataset[:n]
 
 
+# -- budgets -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
+def test_a_target_epsilon_is_spent_as_by_dp_sgd(accountant):
+    """make_private_with_epsilon, whatever the accountant: the noise and the steps that it counts are DP-SGD's."""
+    counted = []
+    for natural in (False, True):
+        torch.manual_seed(0)
+        data, model = TensorDataset(random("images", N, 1), torch.arange(N) % CLASSES), conv_network()
+        engine = PrivacyEngine(accountant=accountant)
+        model, optimizer, loader = engine.make_private_with_epsilon(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            data_loader=DataLoader(data, batch_size=B), target_epsilon=8.0, target_delta=1e-3, epochs=2,
+            max_grad_norm=1.0)
+        if natural:
+            optimizer = DPNGD(optimizer, model, random("images", 60, 2), T=2 * len(loader))
+        for x, y in (rows for _ in range(2) for rows in loader):
+            step(model, optimizer, x, y)
+        counted.append((engine.accountant.history, engine.get_epsilon(1e-3)))
+    assert counted[0] == counted[1]
+    assert 0 < counted[1][1] <= 8.0 + 0.01, "Opacus searches its noise to within 0.01"
+
+
 # -- ways to per-sample gradients, kinds of layers -----------------------------------------------------------------
 
 
