@@ -11,7 +11,7 @@ figures: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --ignore=tests/browser
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/browser
 	$(BIN)/python -m pytest --nbval-lax --nbval-current-env notebooks   # on the shipped results: nothing is trained
 
 browser: $(STAMP)

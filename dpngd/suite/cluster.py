@@ -55,6 +55,7 @@ AGAIN = 5.0  # seconds between two attempts to reach it
 SILENCE = 300.0  # seconds without a word from the driver, after which it is taken to hang
 ANSWER = 600.0  # seconds that the nodes have to answer, their first imports included
 ATTEMPTS = 5  # to hear from all nodes
+GREETINGS = 3  # at a ray:// address: its proxy gives the server that it starts for us 30 s, which a busy head exceeds
 REACH = 10.0  # seconds that a host has to accept a connection
 CLAIMS = 400  # runs that are out at a time, at most: each holds a lock file open
 BEAT = 1.0  # seconds between two looks at the cluster
@@ -242,6 +243,15 @@ class Driver:
                                       "--head`, or give its --address") from None
         if address.startswith("ray://") and importlib.util.find_spec("grpc") is None:
             raise Refused(f"{address} needs grpc, which is not installed: pip install 'dpngd[cluster]'")
+        for left in reversed(range(GREETINGS if address.startswith("ray://") else 1)):
+            with contextlib.nullcontext() if not left else contextlib.suppress(ConnectionError, TimeoutError):
+                self._init(address)
+                return
+            with contextlib.suppress(Exception):
+                self.ray.shutdown()
+            time.sleep(AGAIN)
+
+    def _init(self, address: str) -> None:
         try:
             self.ray.init(address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, TimeoutError) as error:

@@ -26,9 +26,10 @@ PATIENCE = 900  # seconds for a head and its first node, or for one more node, h
 
 
 def free_port():
-    """One below those that Linux hands out by itself, so that it is still free after a restart."""
+    """One below those that Linux hands out by itself, so that it is still free after a restart, and above those that
+    Ray's client proxy takes (23,000 to 23,999)."""
     while True:
-        port = random.SystemRandom().randrange(21_000, 32_000)
+        port = random.SystemRandom().randrange(24_000, 32_000)
         with socket.socket() as s:
             try:
                 s.bind(("", port))

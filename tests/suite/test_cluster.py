@@ -24,7 +24,6 @@ from dpngd.suite.cluster import Ray, differing, slots, versions
 from dpngd.suite.store import Store
 from dpngd.suite.sweep import SweepError, ensure
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one cluster, not one per process of pytest
 HELPERS = Path(__file__).parents[1] / "helpers"
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None,
                                reason="ray is not installed: pip install 'dpngd[cluster]'")

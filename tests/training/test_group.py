@@ -21,7 +21,6 @@ from dpngd.group import ALONE, Processes, connected
 from dpngd.training.checkpoint import Checkpoint
 from dpngd.training.train import Batches, load, train
 
-pytestmark = pytest.mark.xdist_group("group")  # what `said` computes is computed once
 HELPER = Path(group_runs.__file__)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LIMIT = 600  # seconds, for a slow machine with busy cores; only a hang reaches it
