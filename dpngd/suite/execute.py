@@ -203,7 +203,7 @@ def keep_outputs(notebook: nbformat.NotebookNode, executed: nbformat.NotebookNod
                     output.execution_count = cell.execution_count
 
 
-def told(cell: nbformat.NotebookNode) -> list[Any]:
+def told_outputs(cell: nbformat.NotebookNode) -> list[Any]:
     """What a code cell shows, without its pictures; of a cell with numbers measured live, what kinds of output."""
     shown = []
     for o in cell.outputs:
@@ -213,12 +213,12 @@ def told(cell: nbformat.NotebookNode) -> list[Any]:
     return shown
 
 
-def differences(stored: nbformat.NotebookNode, fresh: nbformat.NotebookNode) -> list[int]:
+def changed_cells(stored: nbformat.NotebookNode, fresh: nbformat.NotebookNode) -> list[int]:
     """The cells (from 1, as Jupyter counts code) that show something else than an execution shows now."""
     pairs = zip((c for c in stored.cells if c.cell_type == "code"), (c for c in fresh.cells if c.cell_type == "code"),
                 strict=True)
     return [i for i, (old, new) in enumerate(pairs, start=1)
-            if told(old) != told(new) or old.execution_count != new.execution_count]
+            if told_outputs(old) != told_outputs(new) or old.execution_count != new.execution_count]
 
 
 def restore(names: Sequence[str] = (), *, check: bool = False, jobs: int | None = None) -> int:
@@ -249,7 +249,7 @@ def restore(names: Sequence[str] = (), *, check: bool = False, jobs: int | None 
                 text = nbformat.writes(fresh) + "\n"
                 if len(text.encode()) > MOST_BYTES:
                     said = f"{len(text.encode()):,} bytes with its outputs, more than {MOST_BYTES:,}"
-                elif check and (cells := differences(stored, fresh)):
+                elif check and (cells := changed_cells(stored, fresh)):
                     said = f"not up to date in code cells {', '.join(map(str, cells))}: run dpngd report --notebooks"
                 elif not check:
                     write_atomically(path, text)

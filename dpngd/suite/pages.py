@@ -70,7 +70,7 @@ def found_part() -> str:
     if any(row["word"] == stats.NOT_RUN for row in rows):
         lines += [f"**The evidence is still being computed: {there:,} of {planned:,} planned runs are there.** A claim "
                   "is decided when all of its runs exist, not before.", ""]
-    lines += [f"The paper's {len(papers)} claims: **{story.counted(papers)}**. The main ones:", ""]
+    lines += [f"The paper's {len(papers)} claims: **{story.words_counted(papers)}**. The main ones:", ""]
     lines += [f"- {sentence}" for sentence in story.found(rows)]
     decided = next(row for row in rows if row["id"] == "best-everywhere")["word"] != stats.NOT_RUN
     picture = paths.FIGURES / SHIPPED / "lead.png"
@@ -90,7 +90,7 @@ def notebooks_part() -> str:
         minutes = ", ".join(f"{max(1, minutes_of(notebook, p)):,.0f}" for p in ("quick", SHIPPED)) \
             if ARTIFACTS[notebook] else "none"
         lines.append(table_row(f"[{notebook[:2]}](notebooks/{notebook}.ipynb)", artifact, question,
-                               story.counted(papers) or "none of the paper's", minutes))
+                               story.words_counted(papers) or "none of the paper's", minutes))
     return "\n".join(lines)
 
 
@@ -104,7 +104,7 @@ def minutes_of(notebook: str, profile: str) -> float:
 
 # ---- docs/speed.md: its measured part --------------------------------------------------------------------------------
 
-def measured(report: Mapping[str, Any] | None) -> str:
+def measured_part(report: Mapping[str, Any] | None) -> str:
     """What `dpngd bench --full` found, as Markdown: ratios and goals, growth, what is done once, programs of Opacus."""
     if report is None or "goals" not in report:
         return "Not measured yet with the present code on a quiet machine: results/bench.json has no goals in it.\n"
@@ -140,7 +140,7 @@ def rows_of(table: Any) -> list[str]:
 
 MADE: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"found": found_part, "notebooks": notebooks_part},
-    "docs/speed.md": {"measured": lambda: measured(bench_report()).strip()},
+    "docs/speed.md": {"measured": lambda: measured_part(bench_report()).strip()},
 }
 """The parts of a page that are made, by page and name."""
 

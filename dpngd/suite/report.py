@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from dpngd.errors import UsageError
 from dpngd.files import write_atomically
@@ -200,7 +200,7 @@ def grouped(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict], list[dict
 def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: profiles.Profile) -> str:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(paths.TEMPLATES), autoescape=True, trim_blocks=True,
                              lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    env.filters |= {"bold": bold, "plain": story.plain}
+    env.filters |= {"bold": lambda text: Markup(story.bold_html(text)), "plain": story.labelled}
     papers = [row for row in data["claims"] if not row["question"]]
     # The one picture is drawn at the top once its claim is decided: of a few runs it would say nothing.
     word = next(row["word"] for row in data["claims"] if row["id"] == "best-everywhere")
@@ -214,11 +214,6 @@ def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: 
         inconsistencies=published()["inconsistencies"], defaults=settings.settings["defaults"], seeds=settings.seeds,
         device=settings.settings["cost"]["device"], heading=heading, css_class=lambda word: word.replace(" ", "-"),
         seeds_of=claims.seeds_text, worded=claims.worded, demonstration=data["profile"] in claims.DEMONSTRATIONS)
-
-
-def bold(text: Any) -> Markup:
-    """Escaped, with **text** in bold."""
-    return Markup(re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", str(escape(text))))
 
 
 def interval(c: Mapping[str, Any]) -> str:
@@ -308,7 +303,7 @@ def markdown(data: dict[str, Any]) -> str:
             "| --- | --- | --- | --- | --- | --- | --- |"]
     for c in data["claims"]:
         who = " (ours to ask)" if c["question"] else ""
-        paper, ours = story.plain(c["paper"] or "-"), story.plain(c["brief"])
+        paper, ours = story.labelled(c["paper"] or "-"), story.labelled(c["brief"])
         cells = (c["sentence"] + who, f"{paper} ({c['place']})", ours, claims.seeds_text(c), power(c),
                  f"**{claims.worded(c)}**", c["notebook"][:2])
         rows.append("| " + " | ".join("-" if x in (None, "") else str(x).replace("|", "/") for x in cells) + " |")
@@ -358,7 +353,7 @@ def docs(profile: str) -> str:
     data = current(profile)
     details = []
     for c in data["claims"]:
-        said = " ".join(story.plain(x) for x in (c["said"], c["power_said"], c["would_decide"]) if x)
+        said = " ".join(story.labelled(x) for x in (c["said"], c["power_said"], c["would_decide"]) if x)
         details.append(f"- **{c['sentence']}**{' ' + c['question'] if c['question'] else ''} {said}")
     only = any(c["n"] and not c["images"] and c["unit"] == " points" for c in data["claims"])
     return DOCS.format(profile=profile, stamp=data["stamp"], table=markdown(data),

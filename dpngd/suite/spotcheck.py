@@ -93,7 +93,7 @@ def exact(facts: Mapping[str, Any], name: str) -> str:
     return json.dumps(facts.get(name), sort_keys=True)
 
 
-def same_privacy(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+def privacy_repeats(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether two records spend the same: to the last digit, but for a C that a method finds on public images."""
     if exact(old, "privacy") == exact(new, "privacy"):
         return True
@@ -110,7 +110,7 @@ def same_privacy(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 def wrong(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The fields in which a record differs by more than another machine can make it."""
-    found = [k for k in EXACT if exact(old, k) != exact(new, k)] + ([] if same_privacy(old, new) else ["privacy"])
+    found = [k for k in EXACT if exact(old, k) != exact(new, k)] + ([] if privacy_repeats(old, new) else ["privacy"])
     if old["status"] != new["status"] or old["accuracy"] is None or new["accuracy"] is None:
         return found + [k for k in ("status", "accuracy") if old[k] != new[k]]
     return found + (["accuracy"] if abs(old["accuracy"] - new["accuracy"]) > POINTS else [])

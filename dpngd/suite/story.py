@@ -25,7 +25,7 @@ from dpngd.suite import claims, stats
 from dpngd.suite.runs import Runs
 
 Row = Mapping[str, Any]  # of claims.json
-POINTS = {stats.REPRODUCED: ("shows it", "show it"), stats.REFUTED: ("shows the opposite", "show the opposite"),
+SHOWS = {stats.REPRODUCED: ("shows it", "show it"), stats.REFUTED: ("shows the opposite", "show the opposite"),
           stats.EQUIVALENT: ("shows no difference", "show no difference"),
           stats.INCONCLUSIVE: ("leaves it open", "leave it open"),
           stats.NOT_TESTABLE: ("cannot be tested here", "cannot be tested here")}
@@ -40,7 +40,7 @@ def _names() -> tuple[re.Pattern, dict[str, str]]:
     return re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, longest))})(?![\w-])"), known
 
 
-def plain(text: str) -> str:
+def labelled(text: str) -> str:
     """Methods and data sets by the names that tables and figures have for them."""
     pattern, known = _names()
     return pattern.sub(lambda found: known[found[1]], text)
@@ -56,7 +56,7 @@ def missing(runs: Runs) -> str:
     return f"{'preliminary' if there else 'not run'}: {planned - there:,} of {planned:,} runs are missing"
 
 
-def number(value: float, unit: str) -> str:
+def amount(value: float, unit: str) -> str:
     return f"{value:+.2f}{unit}" if "points" in unit else f"{value:.{3 if 'nats' in unit else 2}f}{unit}"
 
 
@@ -70,14 +70,14 @@ def seen(row: Row) -> str:
             f"{lost}: what is drawn so far is preliminary and decides nothing."
     parts = [p for p in row["parts"] if p["estimate"] is not None]
     if len(parts) < 2:
-        return sentence(plain(row["brief"]))
+        return sentence(labelled(row["brief"]))
     least, most = (f(parts, key=lambda p: p["estimate"]) for f in (min, max))
-    span = f"{number(least['estimate'], row['unit'])} ({plain(least['name'])}) to " \
-           f"{number(most['estimate'], row['unit'])} ({plain(most['name'])})"
+    span = f"{amount(least['estimate'], row['unit'])} ({labelled(least['name'])}) to " \
+           f"{amount(most['estimate'], row['unit'])} ({labelled(most['name'])})"
     if row["word"] == stats.DEMONSTRATION:
         return f"{len(parts)} comparisons, from {span}. A demonstration: it decides nothing."
     words = [p["word"] for p in row["parts"]]
-    said = [f"{n} {POINTS[word][n > 1]}" for word in POINTS if (n := words.count(word))]
+    said = [f"{n} {SHOWS[word][n > 1]}" for word in SHOWS if (n := words.count(word))]
     return f"Of {len(row['parts'])} comparisons, each by itself, {listed(said)}; estimates run from {span}."
 
 
@@ -91,7 +91,7 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
 
 
-def counted(rows: Iterable[Row]) -> str:
+def words_counted(rows: Iterable[Row]) -> str:
     """3 reproduced, 1 not run."""
     words = [row["word"] for row in rows]
     return ", ".join(f"{words.count(w)} {w}" for w in (*stats.WORDS, stats.DEMONSTRATION) if w in words)
@@ -104,9 +104,9 @@ def learned(rows: Sequence[Row]) -> list[str]:
                         ("Our own", [r for r in rows if r["question"]])):
         if part:
             what = ("claim" if whose == "The paper's" else "question") + ("s" if len(part) > 1 else "")
-            said.append(f"{whose} {len(part)} {what}: {counted(part)}.")
+            said.append(f"{whose} {len(part)} {what}: {words_counted(part)}.")
     decided = [r for r in rows if r["word"] not in (stats.NOT_RUN, stats.DEMONSTRATION)]
-    said += [f"{r['sentence']} {claims.HELD[r['word']]}: {plain(r['brief']).rstrip('.')}." for r in decided]
+    said += [f"{r['sentence']} {claims.HELD[r['word']]}: {labelled(r['brief']).rstrip('.')}." for r in decided]
     if not decided:
         said.append("So nothing is learned yet: no claim of this notebook has all of its runs."
                     if all(r["word"] == stats.NOT_RUN for r in rows) else
@@ -140,7 +140,7 @@ def brief(row: Row) -> str:
     best one counts, and costs are told as multiples."""
     found = [(p["name"], p["estimate"]) for p in row["parts"] if p["estimate"] is not None]
     if not found:
-        return plain(row["brief"])
+        return labelled(row["brief"])
     if row["unit"] == " of a DP-NGD step":  # tested as a ratio that is large when DP-NGD is cheap; read the other way
         costs = sorted(1 / e for _, e in found)
         span = " to ".join(dict.fromkeys(f"{c:.2f}" for c in (costs[0], costs[-1])))
@@ -176,30 +176,30 @@ def badge(row: Row) -> str:
            f'border-radius: 4px; white-space: nowrap">{MARKS.get(row["word"], "–")} {html.escape(word)}</b>'
 
 
-def bold(text: Any) -> str:
+def bold_html(text: Any) -> str:
     """Escaped, with **text** in bold."""
     return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(str(text), quote=False))
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], raw: Sequence[int] = ()) -> str:
+def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], raw: Sequence[int] = ()) -> str:
     """A left-aligned table; cells of the columns `raw` are HTML already."""
-    head = "".join(f'<th style="{LEFT}">{bold(c)}</th>' for c in columns)
-    body = "\n".join("<tr>" + "".join(f'<td style="{LEFT}">{cell if i in raw else bold(cell)}</td>'
+    head = "".join(f'<th style="{LEFT}">{bold_html(c)}</th>' for c in columns)
+    body = "\n".join("<tr>" + "".join(f'<td style="{LEFT}">{cell if i in raw else bold_html(cell)}</td>'
                                       for i, cell in enumerate(row)) + "</tr>" for row in rows)
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
 
 
 def claim(row: Row) -> str:
     """A claim with what one sees and its verdict."""
-    asked = f"<p><b>{bold(row['question'])}</b></p>\n" if row["question"] else ""
-    paper = f" The paper: {bold(plain(row['paper']))}." if row["paper"] else ""
+    asked = f"<p><b>{bold_html(row['question'])}</b></p>\n" if row["question"] else ""
+    paper = f" The paper: {bold_html(labelled(row['paper']))}." if row["paper"] else ""
     decided = row["word"] not in (stats.NOT_RUN, stats.DEMONSTRATION)
     several = decided and sum(p["estimate"] is not None for p in row["parts"]) > 1
-    sees = f"<p>What one sees: {bold(seen(row))}</p>\n" if several else ""
-    said = " ".join(plain(x) for x in (verdict(row), row["power_said"], row["would_decide"]) if x) if decided else \
+    sees = f"<p>What one sees: {bold_html(seen(row))}</p>\n" if several else ""
+    said = " ".join(labelled(x) for x in (verdict(row), row["power_said"], row["would_decide"]) if x) if decided else \
         seen(row)
-    return f"{asked}<p><b>{bold(row['sentence'])}</b> ({bold(row['place'])}).{paper}</p>\n" \
-           f"{sees}<p>{badge(row)} {bold(said)}</p>"
+    return f"{asked}<p><b>{bold_html(row['sentence'])}</b> ({bold_html(row['place'])}).{paper}</p>\n" \
+           f"{sees}<p>{badge(row)} {bold_html(said)}</p>"
 
 
 def verdict(row: Row) -> str:

@@ -141,9 +141,9 @@ class Study:
         print(f"profile {self.profile.name}: {self.profile.about}")
         columns = ("artifact", "runs", "of", "methods", "data sets and ε", "seeds")
         rows = [(name, f"{len(runs):,}", f"{len(runs.configs):,}", "; ".join(map(plots.label, runs.methods())),
-                 story.plain(cells_said(runs)), len(runs.values("seed"))) for name, runs in self.runs.items()]
+                 story.labelled(cells_said(runs)), len(runs.values("seed"))) for name, runs in self.runs.items()]
         if rows:
-            display(HTML(story.table(columns, rows)))
+            display(HTML(story.html_table(columns, rows)))
 
     def example(self, artifact: str, **fields: Any) -> tuple[RunConfig, dict | None]:
         """A run of an artifact with these fields, to look at: the first that exists, else the first planned, without a
@@ -170,7 +170,7 @@ class Study:
             return
         caption += f" ({lost})" if lost else ""
         rows = table.astype(str).to_numpy().tolist()
-        display(HTML(f"<p><b>{story.bold(caption)}</b></p>\n{story.table(list(table.columns), rows)}"))
+        display(HTML(f"<p><b>{story.bold_html(caption)}</b></p>\n{story.html_table(list(table.columns), rows)}"))
         if not keep:
             return
         if self.out:
@@ -238,9 +238,9 @@ class Study:
     def verdicts(self) -> None:
         """Paper against ours, all claims of the notebook in one table: the paper's first, then our questions."""
         rows = sorted(self.decided(), key=lambda r: bool(r["question"]))
-        cells = [(r["sentence"], story.plain(r["paper"]) or "not in the paper", story.plain(r["brief"]),
+        cells = [(r["sentence"], story.labelled(r["paper"]) or "not in the paper", story.labelled(r["brief"]),
                   claims.seeds_text(r), story.badge(r)) for r in rows]
-        display(HTML(story.table(("claim", "paper", "ours, 95% interval", "n", "verdict"), cells, raw=(4,))))
+        display(HTML(story.html_table(("claim", "paper", "ours, 95% interval", "n", "verdict"), cells, raw=(4,))))
 
     def learned(self) -> None:
         """What this notebook decided, from its rows."""

@@ -293,7 +293,7 @@ def bench_seconds(report: dict) -> Table:
 
 # ---- Notebook 06: the gate and the grid search -----------------------------------------------------------------------
 
-def gate(profile: Profile) -> Table:
+def gate_table(profile: Profile) -> Table:
     """The settings that the gate tried, in its order, what DP-SGD gains in each, and which one passed."""
     rows, section = [], profile.settings["gate"]
     for data, found in profile.settings["gated"].items():

@@ -156,7 +156,7 @@ def test_everything_in_one_command(two_cores, monkeypatch, capsys):
     assert set(report["one_thread"]["ratio"]["small"]) == set(report["ratio"]["small"]) == {"dp_sgd_over_plain"}
     assert report["goals"]["dp_sgd_over_plain"]["small"] == 1.4
     assert report["clock"] == "cpu"
-    page = pages.measured(report)
+    page = pages.measured_part(report)
     found = report["ratio"]["small"]["dp_sgd_over_plain"]
     assert f"| DP-SGD / plain training | small | {round(found, 2)} |" in page
     assert "| batch | 2, 4 |" in page
@@ -167,8 +167,8 @@ def test_everything_in_one_command(two_cores, monkeypatch, capsys):
 
 
 def test_a_report_without_goals_is_not_shown_as_measured():
-    assert pages.measured(None) == pages.measured({"ratio": {}})
-    assert pages.measured(None).startswith("Not measured yet")
+    assert pages.measured_part(None) == pages.measured({"ratio": {}})
+    assert pages.measured_part(None).startswith("Not measured yet")
 
 
 def test_the_floor_is_that_of_a_runs_plateau():

@@ -147,15 +147,15 @@ def test_a_check_sees_other_words_and_not_other_pixels_or_live_digits():
     stored, fresh = sample(), sample()
     fresh.cells[1].outputs[0].data["image/png"] = "abd"
     fresh.cells[2].outputs[0].text = "0.13\n"
-    assert execute.differences(stored, fresh) == []
+    assert execute.changed_cells(stored, fresh) == []
     fresh.cells[1].outputs[0].data["text/html"] = "<b>2</b>"
-    assert execute.differences(stored, fresh) == [1]
+    assert execute.changed_cells(stored, fresh) == [1]
     fresh = sample()
     fresh.cells[2].outputs = []
-    assert execute.differences(stored, fresh) == [2]
+    assert execute.changed_cells(stored, fresh) == [2]
     fresh = sample()
     fresh.cells[1].execution_count = None
-    assert execute.differences(stored, fresh) == [1]
+    assert execute.changed_cells(stored, fresh) == [1]
 
 
 def test_storing_keeps_outputs_and_nothing_that_changes():
@@ -169,7 +169,7 @@ def test_storing_keeps_outputs_and_nothing_that_changes():
             cell.outputs.append(nbformat.v4.new_output("stream", name="stderr", text="bar\n"))
     ran.metadata["papermill"] = {"start_time": "2026"}
     execute.keep_outputs(stored, copy.deepcopy(ran))
-    assert execute.differences(stored, sample()) == []
+    assert execute.changed_cells(stored, sample()) == []
     assert not re.search("iopub|papermill|stderr", nbformat.writes(stored))
 
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from dpngd.errors import UsageError
-from dpngd.suite import claims, command, paths, report, stats, study
+from dpngd.suite import claims, command, paths, report, stats, story, study
 from dpngd.suite.store import Store
 
 SHIPPED = paths.FIGURES / "cpu"
@@ -198,7 +198,7 @@ def test_the_protocols_commit_is_kept_with_the_results(folder, monkeypatch, tmp_
 
 
 def test_bold_is_the_only_markup():
-    assert report.bold("a **b** <i>") == "a <b>b</b> &lt;i&gt;"
+    assert story.bold_html("a **b** <i>") == "a <b>b</b> &lt;i&gt;"
 
 
 def test_the_page_fetches_nothing(folder):

@@ -61,8 +61,8 @@ def test_missing_runs_are_counted():
 
 
 def test_names_are_those_of_figures():
-    assert story.plain("cifar10 ε=1 dp-ngd over dp-ngd-one-sided") == "CIFAR-10 ε=1 DP-NGD over one-sided"
-    assert story.plain("dp-sgdx, my-gep") == "dp-sgdx, my-gep", "whole names only"
+    assert story.labelled("cifar10 ε=1 dp-ngd over dp-ngd-one-sided") == "CIFAR-10 ε=1 DP-NGD over one-sided"
+    assert story.labelled("dp-sgdx, my-gep") == "dp-sgdx, my-gep", "whole names only"
 
 
 def test_a_claim_has_one_word_and_its_verdict_once():
@@ -76,10 +76,10 @@ def test_a_claim_has_one_word_and_its_verdict_once():
 
 
 def test_tables_are_left_aligned_and_escaped():
-    html = story.table(["a"], [["<i>**1**</i>"], ["<u>raw</u>"]])
+    html = story.html_table(["a"], [["<i>**1**</i>"], ["<u>raw</u>"]])
     assert "&lt;i&gt;<b>1</b>&lt;/i&gt;" in html
     assert html.count("text-align: left") == 3
-    assert "<u>raw</u>" in story.table(["a"], [["<u>raw</u>"]], raw=(0,))
+    assert "<u>raw</u>" in story.html_table(["a"], [["<u>raw</u>"]], raw=(0,))
 
 
 def test_what_was_learned():
