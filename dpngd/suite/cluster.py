@@ -27,6 +27,7 @@ import os
 import pickle
 import platform
 import queue
+import secrets
 import socket
 import subprocess
 import sys
@@ -120,12 +121,14 @@ def _driver(ray: Ray, task: Task, configs: list[RunConfig]) -> Iterator[tuple[st
     """Start a driver and yield what it says: ("beat", None), ("outcome", (key, Outcome)), ("unreachable", line) or
     ("refused", line), and at the end ("ended", line)."""
     job = pickle.dumps((ray, task, configs))
+    # Ray would keep a token for a cluster of its own in ~/.ray, where a later `ray start --head` finds it and wants it
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if ray.address == "local" else {}
     said: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [sys.executable, "-c", "from dpngd.suite.cluster import serve_node; serve_node()"], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=log, start_new_session=True,  # Ctrl-C reaches this process alone
-            env={"RAY_gcs_rpc_server_reconnect_timeout_s": "30", "RAY_USAGE_STATS_ENABLED": "0", **os.environ,
+            env={"RAY_gcs_rpc_server_reconnect_timeout_s": "30", "RAY_USAGE_STATS_ENABLED": "0", **own, **os.environ,
                  "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)})
 
         def listen() -> None:

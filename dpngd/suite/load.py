@@ -1,8 +1,7 @@
 """`dpngd bench --load`: what a run costs beside itself, by executor; and a store with many records.
 
     executors   RUNS tiny runs (a sleep of OWN seconds) through each: seconds of a worker per run beyond the run's own,
-                start of the workers included; the same in the best tenth of the runs, which other work on the machine
-                disturbs least; memory of the driver after a tenth of the runs and at the end
+                start of the workers included; memory of the driver after a tenth of the runs and at the end
     store       RECORDS records of the shipped kind: seconds to open them, and to draw a table and a figure from them
 """
 
@@ -53,7 +52,6 @@ class Watched:
 
     executor: Executor
     mib: list[tuple[float, float]] = field(default_factory=list)  # this process, and its largest child
-    at: list[float] = field(default_factory=list)  # seconds from the start to every tenth
     first: float = 0.0  # seconds until the first run was stored: what starting takes
 
     def run(self, task: Task, configs: Sequence[RunConfig]) -> Outcomes:
@@ -61,7 +59,6 @@ class Watched:
         for i, outcome in enumerate(self.executor.run(task, configs), 1):
             self.first = self.first or time.perf_counter() - start
             if i % max(1, len(configs) // 10) == 0:
-                self.at.append(time.perf_counter() - start)
                 self.mib.append((memory(os.getpid()), max(map(memory, children()), default=0.0)))
             yield outcome
 
@@ -85,10 +82,9 @@ def through(executor: Executor, workers: int, n: int) -> dict[str, Any]:
         records = ensure(tiny_configs(n), store=Store("load", root=folder, results=folder), run=tiny, executor=watched)
         wall = time.perf_counter() - start
     own = sum(record["own"] for record in records) / n
-    tenth = min((b - a for a, b in itertools.pairwise(watched.at)), default=wall)
     own_mib, child_mib = zip(*watched.mib, strict=True)
     return {"runs": n, "workers": workers, "seconds": wall, "own": own, "overhead": wall * workers / n - own,
-            "best": tenth * workers / max(1, n // 10) - own, "first": watched.first,
+            "first": watched.first,
             "driver_mib": [own_mib[0], own_mib[-1]], "child_mib": [child_mib[0], child_mib[-1]]}
 
 
@@ -157,7 +153,7 @@ def main(args: argparse.Namespace) -> int:
 def text(report: dict[str, Any]) -> str:
     lines = [f"{report['cores']} cores, load {report['load']:.1f}", "",
              f"{'executor':12}{'runs':>6}{'workers':>9}{'seconds':>9}{'start':>8}{'own ms':>8}{'beyond ms':>11}"
-             f"{'best tenth':>11}{'goal':>6}{'sweep MiB':>14}{'driver MiB':>14}"]
+             f"{'goal':>6}{'sweep MiB':>14}{'driver MiB':>14}"]
     for name in ("processes", "ray"):
         r = report[name]
         if isinstance(r, str):
@@ -165,7 +161,7 @@ def text(report: dict[str, Any]) -> str:
             continue
         memory = ["{:.0f} -> {:.0f}".format(*r[key]) for key in ("driver_mib", "child_mib")]
         lines.append(f"{name:12}{r['runs']:6}{r['workers']:9}{r['seconds']:9.1f}{r['first']:8.1f}{1e3 * r['own']:8.1f}"
-                     f"{1e3 * r['overhead']:11.1f}{1e3 * r['best']:11.1f}{1e3 * LOAD_GOALS[name]:6.0f}"
+                     f"{1e3 * r['overhead']:11.1f}{1e3 * LOAD_GOALS[name]:6.0f}"
                      f"{memory[0]:>14}{memory[1]:>14}")
     s = report["store"]
     lines += ["", *(f"{s['records']:,} records, {what} ({s[key]['mib']:.0f} MiB): open {s[key]['open']:.1f} s, redraw "

@@ -21,6 +21,9 @@ RAY = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; 
 HOST = "127.0.0.2"
 """Ray takes 127.0.0.1 for this machine's name in its network, and looks for the cluster at that address. With any other
 address of the loopback network all that is said stays on it, whatever network there is, or comes and goes."""
+OPEN = {"RAY_AUTH_MODE": "disabled"}
+"""Where a token lies in ~/.ray (any `ray.init` of a local cluster leaves one), a head asks for it, and a node that was
+not told of it is turned away for good: so both are told."""
 START = 240  # seconds that one `ray start` has
 PATIENCE = 900  # seconds for a head and its first node, or for one more node, however often they are started
 
@@ -49,7 +52,7 @@ class Node:
     """
 
     def __init__(self, *options, path=HELPERS, **env):
-        own = {"PYTHONPATH": os.pathsep.join(map(str, (path, ROOT, HELPERS))), "OMP_NUM_THREADS": "1",
+        own = {"PYTHONPATH": os.pathsep.join(map(str, (path, ROOT, HELPERS))), "OMP_NUM_THREADS": "1", **OPEN,
                "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # else 15: last of all busy processes
         self.log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 (kill closes it)
         self.process = subprocess.Popen(

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from data_files import split_arrays
-from ray_nodes import HOST, Cluster
+from ray_nodes import HOST, OPEN, Cluster
 from sweep_runs import config, configs, good, killed_once_and_3_fails, slow
 
 from dpngd.errors import UsageError
@@ -58,7 +58,9 @@ def cluster_of_two(log, data):
 
 
 @pytest.fixture
-def nodes(cluster_of_two):
+def nodes(cluster_of_two, monkeypatch):
+    for name, value in OPEN.items():
+        monkeypatch.setenv(name, value)  # for drivers
     cluster_of_two.mend()
     return cluster_of_two
 
