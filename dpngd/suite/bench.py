@@ -72,6 +72,9 @@ def plateau(model: nn.Module, images: Tensor) -> float:
     return BASE_RATIO * floor_by_rank(KFAC(model, images, generator=stream(0, "labels"), span=True)())
 
 
+REST = 0.03
+"""Seconds before each step: OpenMP's threads spin for some 10 ms after the last contender's, on a core that is timed."""
+
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 """What counts as a second: that of the wall, or of this process on its cores, which other processes disturb less."""
 
@@ -103,6 +106,7 @@ def time_contenders(name: str, args: argparse.Namespace) -> dict:
     turns = [(r, c) for r in range(args.repeats) for c in running]
     for r, c in progress.over(turns, f"{name}, steps", unit="step", quiet=args.quiet):
         gc.collect()
+        time.sleep(REST)
         seconds[c].append(took(running[c].step))
         if c in refresh and r % max(1, args.repeats // 3) == 0:
             refresh[c].append(took(running[c].refresh))

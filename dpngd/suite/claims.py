@@ -330,7 +330,7 @@ def all_claims() -> tuple[Claim, ...]:
               f"{eight - _text('robustness', 'accuracy at T_cur 32'):+.2f} points at 8",
               "robustness", rules.drop("T_cur", 8, 32)),
         Claim("once-only", "06_hyperparameter_robustness",
-              "Curvature that is hardly ever estimated anew costs accuracy.",
+              "Curvature that is hardly ever re-estimated costs accuracy.",
               "our question", "", "robustness", rules.rarest_curvature_costs,
               question="Must the curvature follow the weights, or would that of the first ones do?"),
         Claim("exponent", "06_hyperparameter_robustness",
