@@ -73,7 +73,7 @@ def plateau(model: nn.Module, images: Tensor) -> float:
 
 
 REST = 0.03
-"""Seconds before each step: after the last contender's, OpenMP's threads spin for some 10 ms on a core that is timed."""
+"""Seconds before each step: OpenMP's threads still spin for some 10 ms after the last contender's."""
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 """What counts as a second: that of the wall, or of this process on its cores, which other processes disturb less."""
