@@ -35,7 +35,7 @@ from typing import Any
 import yaml
 
 from dpngd import progress
-from dpngd.errors import UsageError
+from dpngd.errors import UsageError, unknown
 from dpngd.files import write_atomically
 from dpngd.methods import METHODS
 from dpngd.suite import params, paths, profiles, sweep
@@ -197,13 +197,16 @@ class Waiting(Exception):
         self.missing = missing
 
 
-def search_plan(name: str, get: Get) -> Plan:
-    """The search of a profile, as far as `get` has its trials."""
+def search_plan(name: str, get: Get, searches: Sequence[str] = SEARCHES) -> Plan:
+    """The searches of a profile, as far as `get` has their trials.
+
+    What is missing is of the first search that is not complete: another network's trials take minutes each, and come
+    last."""
     found = Plan({"eta_sgd": {}, "methods": {}}, {"second": {}, "finalists": {}})
     stated = profiles.untuned(name)
     profile = Profile(name, {**stated.settings, "tuned": found.tuned, "trials": found.trials})
     for search in SEARCHES:
-        section = profile.settings[search]
+        section, missing = profile.settings[search], []
         if not section["grid"]:
             continue
         for data, epsilons in section["cells"].items():
@@ -212,11 +215,12 @@ def search_plan(name: str, get: Get) -> Plan:
                 try:
                     SearchCell(profile, found, search, data, epsilon, get).search()
                 except Waiting as waiting:
-                    found.missing += waiting.missing
+                    missing += waiting.missing
                     waits = True
             if not waits:
                 found.done.add(place(data, section["model"]))
-    found.missing = list({c.key(): c for c in found.missing}.values())
+        if search in searches and not found.missing:
+            found.missing = list({c.key(): c for c in missing}.values())
     return found
 
 
@@ -434,11 +438,11 @@ def gate_text(profile: Profile, found: Mapping[str, Any]) -> str:
 
 # ---- `dpngd tune` ----------------------------------------------------------------------------------------------------
 
-def search(name: str, store: Store, jobs: int = 2) -> Plan:
+def search(name: str, store: Store, jobs: int = 2, searches: Sequence[str] = SEARCHES) -> Plan:
     """All trials, round by round; what is chosen is written for each data set once all of it is."""
     check_gate(profiles.untuned(name))
     while True:
-        found = search_plan(name, store.get)
+        found = search_plan(name, store.get, searches)
         write_chosen(name, found)
         if not found.missing:
             return found
@@ -517,7 +521,10 @@ def main(args: argparse.Namespace) -> int:
         found = gate(profile, store.get)[0] if args.show else run_gate(args.profile, store, args.jobs)
         print(gate_text(profile, found))
         return 0
-    found = search_plan(args.profile, store.get) if args.show else search(args.profile, store, args.jobs)
+    only = args.only or SEARCHES
+    for name in set(only) - set(SEARCHES):
+        raise unknown("search", name, SEARCHES)
+    found = search_plan(args.profile, store.get) if args.show else search(args.profile, store, args.jobs, only)
     print(told(args.profile, found))
     if not args.show:
         progress.say(f"written to params/tuned/{args.profile}.yaml; notebook 06 shows every trial")

@@ -34,6 +34,12 @@ tuning_networks: {grid: {}, cells: {}}
 """
 SIMPLE = MINE.replace("second: 4", "second: 0").replace("{best: 2, per_T: 1, seeds: [78, 79]}",
                                                         "{best: 1, per_T: 1, seeds: []}")
+TWO_NETWORKS = SIMPLE.replace("tuning_networks: {grid: {}, cells: {}}", """tuning_networks:
+  cells: {cifar10: [2]}
+  seeds: [77]
+  finalists: {best: 1, per_T: 1, seeds: []}
+  grid: {dp-sgd: {eta: [4.0, 16.0], T: [8]}, dp-ngd: {lambda_safe: [0.01, 1.0], T: [8]}}
+""")
 
 
 @pytest.fixture
@@ -152,7 +158,7 @@ def test_a_search_of_the_shipped_profile_ends_whatever_wins(luck):
         asked[c.key()] = c
         return {"accuracy": random.Random(f"{luck} {c.key()}").random(), "status": "ok", "train_loss": [1.0] * c.T}
 
-    found = tuning.plan("cpu", made_up)
+    found = tuning.search_plan("cpu", made_up)
     assert not found.missing
     assert {c.validation for c in asked.values()} == {0.1}
     assert {c.seed for c in asked.values()} == {1000, 1001, 1002}
@@ -254,12 +260,7 @@ def test_a_setting_that_was_lucky_once_does_not_win(mine, monkeypatch):
 
 
 def test_another_network_is_searched_for_itself(mine, monkeypatch):
-    state(SIMPLE.replace("tuning_networks: {grid: {}, cells: {}}", """tuning_networks:
-  cells: {cifar10: [2]}
-  seeds: [77]
-  finalists: {best: 1, per_T: 1, seeds: []}
-  grid: {dp-sgd: {eta: [4.0, 16.0], T: [8]}, dp-ngd: {lambda_safe: [0.01, 1.0], T: [8]}}
-"""))
+    state(TWO_NETWORKS)
     search(mine, monkeypatch, lambda c: 0.5 + c.eta / 100 if c.model == "resnet-20" else near(c, 1.0))
     after = load("mine")
     assert after.config("dp-sgd", "cifar10", 2, 0, model="resnet-20").eta == 16.0
@@ -277,6 +278,22 @@ def test_a_data_set_is_written_when_all_of_it_is_chosen(mine, monkeypatch):
     tuning.write_chosen("mine", found)
     assert not (paths.PARAMS / "tuned").exists()
     assert {(c.method, c.epsilon) for c in found.missing} == {("dp-sgd", 1), ("dp-sgd", 8)}
+
+
+def test_another_networks_search_begins_when_the_first_is_complete(mine, monkeypatch):
+    state(TWO_NETWORKS)
+    assert {c.model for c in tuning.search_plan("mine", mine.get).missing} == {"wrn-16-4"}, "the profile's own"
+    assert {c.model for c in tuning.search_plan("mine", mine.get, ["tuning_networks"]).missing} == {"resnet-20"}
+    monkeypatch.setattr(tuning.sweep, "ensure", lambda configs, store, jobs, seconds: [
+        store.put(c, record(c, near(c, 0.9))) for c in configs])
+    found = tuning.search("mine", mine, 1, ["tuning"])
+    assert not found.missing
+    assert {c.model for c in tuning.search_plan("mine", mine.get).missing} == {"resnet-20"}
+
+
+def test_a_search_that_does_not_exist(mine):
+    with pytest.raises(UsageError, match="search 'tunign'"):
+        command.tune(["mine", "--only", "tunign"])
 
 
 def test_winners_at_the_edge_of_all_that_was_tried_are_named(mine, monkeypatch, capsys):
