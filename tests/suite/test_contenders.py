@@ -167,7 +167,7 @@ def test_everything_in_one_command(two_cores, monkeypatch, capsys):
 
 
 def test_a_report_without_goals_is_not_shown_as_measured():
-    assert pages.measured_part(None) == pages.measured({"ratio": {}})
+    assert pages.measured_part(None) == pages.measured_part({"ratio": {}})
     assert pages.measured_part(None).startswith("Not measured yet")
 
 
