@@ -22,7 +22,7 @@ import yaml
 from dpngd import progress
 from dpngd.errors import UsageError, unknown
 from dpngd.methods import spends_of
-from dpngd.suite import cost, paths, profiles, report, sweep
+from dpngd.suite import cost, paths, profiles, report, sweep, tuning
 from dpngd.suite.execute import Execution, execute
 from dpngd.suite.executors import Executor
 from dpngd.suite.params import SEARCHES
@@ -149,9 +149,18 @@ def check_tuned(profile: Profile, runs: Iterable[RunConfig]) -> None:
 
 
 def export(profile: profiles.Profile, store: Store) -> str:
-    """Write results/<profile>.jsonl: the runs that the profile asks for now. Those of an earlier choice are dropped."""
+    """Write results/<profile>.jsonl: the runs that the profile asks for now. Those of an earlier choice are dropped.
+
+    A search that is not complete asks for trials that no file names yet: they follow from the stored ones."""
     wanted = {c.key(): c for c in profile.all_configs()}
-    found = [key for key, c in wanted.items() if store.get(c) is not None]
+    trials: dict[str, RunConfig] = {}
+
+    def get(config: RunConfig) -> dict | None:
+        trials[config.key()] = config
+        return store.get(config)
+
+    tuning.search_plan(profile.name, get)
+    found = [key for key, c in {**wanted, **trials}.items() if store.get(c) is not None]
     if not found:
         raise UsageError(f"{profile.name} has no runs to ship: train some, run_all.py --profile {profile.name} --train")
     store.export(found)

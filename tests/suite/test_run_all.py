@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from dpngd.errors import UsageError
-from dpngd.suite import command, paths, profiles, report, run, study
+from dpngd.suite import command, paths, profiles, report, run, study, tuning
 from dpngd.suite import execute as execution
 from dpngd.suite.execute import KERNEL, clean, execute, read_notebook
 from dpngd.suite.store import Store
@@ -223,6 +223,20 @@ def test_export_ships_what_the_profile_asks_for_and_nothing_else(tmp_path):
         store.put(config, {"accuracy": 0.5, "status": "ok"})
     assert "results/quick.jsonl: 2 of" in run.export(profile, store)
     assert set(Store("quick", root=tmp_path / "x", results=tmp_path / "results").shipped) == {c.key() for c in wanted}
+
+
+def test_export_ships_the_trials_of_a_search_that_is_not_complete(tmp_path):
+    """Those of its second round follow from the first's, and no file names them yet."""
+    profile, store = profiles.untuned("cpu"), Store("cpu", root=tmp_path / "store", results=tmp_path / "results")
+    first = tuning.search_plan("cpu", store.get).missing
+    for config in first:
+        store.put(config, {"accuracy": config.eta / 100, "status": "ok", "train_loss": [1.0]})
+    second = tuning.search_plan("cpu", store.get).missing[0]
+    assert second.key() not in {c.key() for c in profile.all_configs()}
+    store.put(second, {"accuracy": 0.5, "status": "ok", "train_loss": [1.0]})
+    run.export(profile, store)
+    shipped = Store("cpu", root=tmp_path / "x", results=tmp_path / "results").shipped
+    assert set(shipped) == {c.key() for c in (*first, second)}
 
 
 def test_the_list_of_the_paper_profile(tmp_path):
