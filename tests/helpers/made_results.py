@@ -4,7 +4,7 @@ The numbers have the form of real ones: accuracies that rise with epsilon and st
 and test images that both scatter, losses, floors, phases of a step. `write` puts them into a results folder, `draw`
 runs the cells of the notebooks on them as `run_all.py` would:
 
-    PYTHONPATH=.:tests/helpers python tests/helpers/made_results.py /tmp/made --profile cpu
+    PYTHONPATH=.:tests/helpers python tests/helpers/made_results.py ../made --profile cpu
 """
 
 import argparse
