@@ -7,6 +7,7 @@ To add a command, write such a module and name it in COMMANDS.
 
 from __future__ import annotations
 
+import os
 import sys
 
 COMMANDS = {
@@ -71,10 +72,17 @@ def entry() -> int:
     try:
         from dpngd.errors import exit_code
 
-        return exit_code(main)
+        code = exit_code(main)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        code = 130
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # One of several processes, under torchrun. Its work is done and all is written; taking down the threads of
+        # their connections now and then ends in an abort, which torchrun would report as a failed run.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

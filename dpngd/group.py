@@ -188,13 +188,14 @@ def _like(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[Group]:
+def connected(ends: bool = False) -> Iterator[Group]:
     """The processes that `torchrun` started together with this one, or ALONE where it did not.
 
         torchrun --nproc-per-node 4 -m dpngd train ...
 
     Within the block SIGTERM, with which torchrun ends the processes that are left when one dies, is a Told. Processes
     of one machine speak over its loopback network: the sums that they exchange are private, and nobody can listen.
+    `ends` says that the process ends with the block, by `os._exit`: its connections are left to the system.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
@@ -220,7 +221,7 @@ def connected() -> Iterator[Group]:
             pass  # the work is done, and another one left first; if it died, torchrun says so
     finally:
         signal.signal(signal.SIGTERM, before)
-        if dist.is_initialized() and sys.exc_info()[0] is None:
+        if dist.is_initialized() and sys.exc_info()[0] is None and not ends:
             dist.destroy_process_group()
 
 

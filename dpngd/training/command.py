@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -148,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     from dpngd.group import Lost, connected  # late: see the module's docstring
 
     try:
-        with connected() as group:
+        with connected(ends="TORCHELASTIC_RUN_ID" in os.environ) as group:  # see dpngd.__main__
             return train(config, args, group)
     except Lost as lost:
         progress.say(f"error: {lost}")
