@@ -36,12 +36,17 @@ from dpngd.gradients import Tape
 from dpngd.group import ALONE, Group
 from dpngd.layers import Layer, RowLayer, trainable_layers
 from dpngd.layers.forms import product
+from dpngd.steps import evaluating
 
 LABELS = ("sampled", "exact", "random", "given")
 
 IMAGES_AT_ONCE = 125
-"""Public images per pass. Not `gradients.MICRO_BATCH`: A and G are sums over passes, so another number would change the
-rounding of every recorded result."""
+"""Public images per pass, at most. Not `gradients.MICRO_BATCH`: A and G are sums over passes, so another number would
+change the rounding of every recorded result."""
+
+FLOATS = 2**25
+"""Numbers in the layers' inputs per pass, at most: 128 MiB. WRN-10-1 fills 0.9 of it with IMAGES_AT_ONCE, and WRN-16-4
+takes 28 images per pass."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +152,12 @@ class KFAC:
     """Curvature of `model` on public images; call it at theta_t to get every layer's F_l."""
 
     def __init__(self, model: nn.Module, x: Tensor, *, labels: str = "sampled", y: Tensor | None = None,
-                 generator: torch.Generator | None = None, micro_batch: int = IMAGES_AT_ONCE, span: bool = False,
+                 generator: torch.Generator | None = None, micro_batch: int | None = None, span: bool = False,
                  least: float = 0.0, group: Group | None = None):
         """`span`: leave out eigenvectors of zero eigenvalues where that saves work (see `LayerCurvature`), and those
         that lift no eigenvalue of F above `least`. A geometry whose floor is never below it does not need them.
+
+        `micro_batch`: images per pass; by default as many as memory allows for (`images_at_once`).
 
         `group`: processes that hold the same model and images. They share out the images and, layer by layer, the
         eigendecompositions; all of them get F.
@@ -185,6 +192,8 @@ class KFAC:
         return [Moments(layer, len(self.x) if span else None) for layer in self.layers]
 
     def _moments(self, span: bool) -> list[Moments]:
+        if self.micro_batch is None:
+            self.micro_batch = images_at_once(self.model, self.layers, self.x, IMAGES_AT_ONCE)
         starts, group = range(0, len(self.x), self.micro_batch), self.group
         mine, failed = starts[group.share(len(starts))], ""
         if self.x._version != self._version:
@@ -323,7 +332,7 @@ class SteepKFAC(KFAC):
                  generator: torch.Generator | None = None):
         super().__init__(model, x, labels=labels, generator=generator)
         self.floor = floor
-        self.micro_batch = images_at_once(model, self.layers, x)
+        self.micro_batch = images_at_once(model, self.layers, x, most=len(x))
         self._fixed: dict[int, Inputs] = {}
 
     def __call__(self) -> list[LayerCurvature]:
@@ -335,8 +344,6 @@ class SteepKFAC(KFAC):
 
 
 POSITIONS, ROWS = 8, 8
-FLOATS = 2**24
-"""Numbers in the layers' inputs per pass of `SteepKFAC`, about: 64 MiB."""
 
 Eigen = tuple[Tensor, Tensor]
 """Eigenvalues (k,), largest first, and orthonormal eigenvectors (n, k), in float64."""
@@ -345,17 +352,18 @@ Inputs = tuple[Tensor, Tensor, float]
 
 
 @torch.no_grad()
-def images_at_once(model: nn.Module, layers: list[Layer], x: Tensor) -> int:
-    """Public images per pass: `IMAGES_AT_ONCE`, and up to all of them where the layers' inputs are small."""
+def images_at_once(model: nn.Module, layers: list[Layer], x: Tensor, most: int) -> int:
+    """Public images per pass: at most `most`, and so few that the layers' inputs have no more than FLOATS numbers."""
     counts: list[int] = []
     handles = [layer.module.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
                for layer in layers]
     try:
-        model(x[:1])
+        with evaluating(model):  # in training mode, dropout would draw from the generator of the run
+            model(x[:1])
     finally:
         for handle in handles:
             handle.remove()
-    return min(len(x), max(IMAGES_AT_ONCE, FLOATS // max(1, sum(counts))))
+    return max(1, min(most, len(x), FLOATS // max(1, sum(counts))))
 
 
 class SteepMoments(Moments):

@@ -664,7 +664,8 @@ def private(name: str, gep_directions: int = GEP_DIRECTIONS) -> Callable[[Bench]
         if METHODS[name].curvature_share:
             spends.append(Spend("curvature", config.epsilon, config.delta, sigma=1.0))
         workers = Workers(per_sample, torch.get_num_threads())
-        views = bench.micro_batch or views_at_once(per_sample.model, tuple(bench.x.shape[1:]))
+        views = bench.micro_batch or views_at_once(per_sample.model, tuple(bench.x.shape[1:]),
+                                                    workers.threads)
         views = bench.K * micro_batch_size(bench.K, views, samples=bench.B, threads=workers.threads)
         built = methods.build(Setting(config, per_sample, spends, tuple(bench.x.shape[1:]), bench.public,
                                       lambda: pieces(bench.x, bench.y, bench.K, views)))

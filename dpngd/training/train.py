@@ -98,7 +98,9 @@ def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None
         per_sample = PerSample(model, K=config.K)
         workers = Workers(per_sample, torch.get_num_threads() if device.type == "cpu" else 1)
         apart = Batches(private, config, device=device, purpose="curvature-", secret=secret, group=group)
-        views = views or (views_at_once(model, private.shape) if device.type == "cpu" else VIEWS_ON_GPU)
+        if not views:
+            on_cpu = device.type == "cpu"
+            views = views_at_once(model, private.shape, workers.threads) if on_cpu else VIEWS_ON_GPU
         batches.views = apart.views = views
         built = build(Setting(config, per_sample, spends, private.shape, images, apart.draw_whole, noise_of,
                               group))
@@ -213,7 +215,7 @@ class Batches:
         chosen = None
         if self.rule is not None:  # drawn for the whole batch, so that the micro-batch size changes nothing
             chosen = draw_views(len(rows), self.K, self.augmentation, pad=self.rule.pad, flip=self.rule.flip)
-        # Two parts for two cores, whatever the number of threads: results must not depend on it.
+        # Two parts for two cores, also with one thread: where they are as small, both train on the same micro-batches.
         size = micro_batch_size(self.K, self.views, samples=len(rows), threads=2 if len(rows) * self.K >= 128 else 1)
         starts = range(0, len(rows), size)
         for lo in starts[among.share(len(starts))]:  # whole micro-batches: each is computed as one process would

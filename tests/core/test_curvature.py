@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpngd import curvature
-from dpngd.curvature import KFAC, LayerCurvature
+from dpngd.curvature import IMAGES_AT_ONCE, KFAC, LayerCurvature, images_at_once
 from dpngd.errors import UsageError
 from dpngd.geometry import ClampedLayer, Kronecker
 from dpngd.layers import Dense
 from dpngd.layers.conv import Conv2dLayer
 from dpngd.noise import stream
+from dpngd.training import models
 
 CLASSES = 4
 
@@ -161,6 +162,14 @@ def test_input_factor_of_every_kind_of_convolution(conv):
     d = d.unflatten(1, (conv.groups, -1)).flatten(3).permute(1, 0, 3, 2).flatten(1, 2)  # (R, n*S, O)
     torch.testing.assert_close(A, a.mT @ a / 5)
     torch.testing.assert_close(G, d.mT @ d / len(d[0]))
+
+
+@pytest.mark.parametrize(("name", "images"), [("small", 125), ("wrn-10-1", 125), ("resnet-20", 89), ("wrn-16-4", 28)])
+def test_images_per_pass_follow_the_size_of_the_network(name, images):
+    """The small network and WRN-10-1 keep the 125 of the recorded runs, whose rounding depends on it."""
+    model = models.build(name, classes=10)
+    kfac = KFAC(model, torch.zeros(500, 3, 32, 32), generator=stream(0, "labels"))
+    assert images_at_once(model, kfac.layers, kfac.x, IMAGES_AT_ONCE) == images
 
 
 def test_the_micro_batch_does_not_matter():

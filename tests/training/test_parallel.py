@@ -1,5 +1,6 @@
 """Gradients by worker threads: the same as by one, in order, on the parameters of the moment."""
 
+import os
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from dpngd.geometry import Euclidean
 from dpngd.gradients import PerSample, micro_batch_size, pieces, views_at_once
 from dpngd.mechanism import GaussianMechanism
 from dpngd.training import models
-from dpngd.training.parallel import Workers, replica
+from dpngd.training.parallel import Workers, replica, shares_of_cores, worker_threads
 
 
 def data(n=40, K=1):
@@ -139,3 +140,35 @@ def test_light_networks_take_larger_micro_batches():
     """By the outputs of the trained layers: 14,346 numbers per image of the small network, 8 times as many of WRN."""
     assert views_at_once(models.build("small", classes=10), (3, 32, 32)) == 256
     assert views_at_once(models.build("wrn-10-1", classes=10), (3, 32, 32)) == 128
+
+
+@pytest.mark.parametrize(("name", "threads", "views"), [
+    ("small", 2, 128), ("small", 3, 85), ("small", 8, 64), ("wrn-10-1", 2, 64), ("wrn-10-1", 8, 64)])
+def test_threads_share_what_is_in_memory_at_once(name, threads, views):
+    assert views_at_once(models.build(name, classes=10), (3, 32, 32), threads) == views
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are chosen on Linux only")
+def test_each_worker_has_cores_of_its_own(monkeypatch):
+    """A guard against slowness: Linux put two workers on one core while the other had nothing to do."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core")
+    together, pool = threading.Barrier(2), worker_threads(2, -1)
+
+    def where():
+        together.wait(10)
+        return os.sched_getaffinity(0), torch.get_num_threads()
+
+    (one, a), (two, b) = [f.result() for f in [pool.submit(where) for _ in range(2)]]
+    assert (a, b) == (1, 1)
+    assert not one & two
+    assert one | two == cores
+    assert os.sched_getaffinity(0) == cores  # those of the calling thread stay
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {3, 5, 6, 9})
+    assert shares_of_cores(2) == [{3, 6}, {5, 9}]
+    assert shares_of_cores(5) == []  # more workers than cores: the system shares them out
+
+
+def test_runs_in_one_process_share_its_workers():
+    assert Workers(PerSample(network()), 2)._pool is Workers(PerSample(network()), 2)._pool
