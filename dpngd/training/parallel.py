@@ -14,6 +14,7 @@ import ctypes
 import functools
 import os
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -106,11 +107,18 @@ class Workers:
 
 @functools.cache
 def worker_threads(threads: int, process: int) -> ThreadPoolExecutor:
-    """The workers of this process, the same ones for every run in it. A forked process has none, and makes its own."""
+    """The workers of this process, the same ones for every run in it. A forked process has none, and makes its own.
+
+    They start here, one after the other: the C library deals its sets of blocks out in turn (`keep_freed_memory`), and
+    a thread that starts between two of them would leave both with the same one.
+    """
+    keep_freed_memory(threads)
     shares: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
     for share in shares_of_cores(threads):
         shares.put(share)
-    return ThreadPoolExecutor(threads, "dpngd", _begin, (shares,))
+    pool, all_there = ThreadPoolExecutor(threads, "dpngd", _begin, (shares,)), threading.Barrier(threads)
+    list(pool.map(lambda _: all_there.wait(), range(threads)))
+    return pool
 
 
 def shares_of_cores(threads: int) -> list[set[int]]:
