@@ -142,13 +142,13 @@ def _itself(result: T) -> T:
     return result
 
 
-KEPT = 2**28
+KEPT, BLOCK = 2**31 - 1, 2**28
 
 
 @functools.cache
 def keep_freed_memory(threads: int) -> None:
-    """Let the C library keep up to KEPT bytes that were freed, take blocks below that size from them, in
-    as many sets of blocks as there are workers.
+    """Let the C library keep up to KEPT bytes that were freed, and take blocks below BLOCK bytes from them, in as many
+    sets of blocks as there are workers.
 
     By default glibc hands large blocks back at once and gets them again, zeroed page by page: a tenth of a step on
     WRN-10-1. And every thread would keep blocks of its own, the main thread too, which waits while the workers work:
@@ -158,7 +158,7 @@ def keep_freed_memory(threads: int) -> None:
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
     with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
-        for parameter, value in ((M_TRIM_THRESHOLD, KEPT), (M_MMAP_THRESHOLD, KEPT), (M_ARENA_MAX, threads)):
+        for parameter, value in ((M_TRIM_THRESHOLD, KEPT), (M_MMAP_THRESHOLD, BLOCK), (M_ARENA_MAX, threads)):
             mallopt(parameter, value)
 
 
