@@ -155,10 +155,12 @@ def keep_freed_memory(threads: int) -> None:
     a third more memory with two workers. Fewer sets of blocks than workers would have them take turns with the
     contents of each other's caches: a quarter more time. Process-wide; on other C libraries nothing happens.
     """
-    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
+    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8  # glibc's malloc.h
+    values = {M_TRIM_THRESHOLD: KEPT, M_MMAP_THRESHOLD: BLOCK, M_ARENA_MAX: threads,
+              M_TOP_PAD: 2**26}  # a worker's blocks are in heaps of that size: with less, empty ones would be given back
     with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
-        for parameter, value in ((M_TRIM_THRESHOLD, KEPT), (M_MMAP_THRESHOLD, BLOCK), (M_ARENA_MAX, threads)):
+        for parameter, value in values.items():
             mallopt(parameter, value)
 
 
