@@ -143,6 +143,9 @@ def _itself(result: T) -> T:
 
 
 KEPT, BLOCK = 2**31 - 1, 2**28
+HEAP = 2**26
+"""glibc holds the blocks of threads in heaps of this size. It gives an empty one back unless so much was asked for at
+the top of each: WRN-10-1 then got 55 MB per step again, page by page."""
 
 
 @functools.cache
@@ -156,8 +159,7 @@ def keep_freed_memory(threads: int) -> None:
     contents of each other's caches: a quarter more time. Process-wide; on other C libraries nothing happens.
     """
     M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8  # glibc's malloc.h
-    values = {M_TRIM_THRESHOLD: KEPT, M_MMAP_THRESHOLD: BLOCK, M_ARENA_MAX: threads,
-              M_TOP_PAD: 2**26}  # a worker's blocks are in heaps of that size: with less, empty ones would be given back
+    values = {M_TRIM_THRESHOLD: KEPT, M_MMAP_THRESHOLD: BLOCK, M_ARENA_MAX: threads, M_TOP_PAD: HEAP}
     with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
         for parameter, value in values.items():
