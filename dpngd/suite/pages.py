@@ -21,7 +21,8 @@ from dpngd.errors import UsageError
 from dpngd.files import write_atomically
 from dpngd.suite import paths, profiles, report, stats, story
 from dpngd.suite.params import deviations, published
-from dpngd.suite.study import ARTIFACTS, bench_report, configs, goals_table
+from dpngd.suite.study import ARTIFACTS, bench_report, configs
+from dpngd.suite.tables import bench_ratios
 
 SHIPPED = "cpu"  # the profile of the shipped results
 ASKS = {
@@ -110,7 +111,7 @@ def measured_part(report: Mapping[str, Any] | None) -> str:
         return "Not measured yet with the present code on a quiet machine: results/bench.json has no goals in it.\n"
     load = f"load {report['load']:.1f} before and {report['load_after']:.1f} after"
     lines = [f"{report['cpu']}, {report['cores']} cores, torch {report['torch']}, {report['clock']} clock, {load}; "
-             f"{report['repeats']} rounds, K = {report['K']}.", "", *rows_of(goals_table(report))]
+             f"{report['repeats']} rounds, K = {report['K']}.", "", *rows_of(bench_ratios(report)[0])]
     if "scaling" in report:
         lines += ["", "How the cost of DP-NGD grows:", "", "| varied | values | ms | exponent |",
                   "| --- | --- | --- | --- |"]

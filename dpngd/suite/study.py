@@ -292,35 +292,8 @@ def bench_report() -> dict[str, Any] | None:
 
 
 def bench_table() -> pd.DataFrame | None:
-    """That report as a table: each ratio beside its goal and the paper's, or seconds per step of a report without."""
+    """That report as a table: each ratio beside its goal and the paper's."""
+    from dpngd.suite import tables
+
     report = bench_report()
-    if report is None:
-        return None
-    if "goals" in report:
-        return goals_table(report)
-    return pd.DataFrame([{"network": m, "batch": r["batch"], "contender": c,
-                          "seconds per step": round(row["median"], 3),
-                          "over DP-SGD": round(row["median"] / r["contenders"]["dp-sgd"]["median"], 2)}
-                         for m, r in report["models"].items() for c, row in r["contenders"].items()
-                         if "dp-sgd" in r["contenders"]])
-
-
-RATIO_NAMES = {"dp_sgd_over_plain": "DP-SGD / plain training", "opacus_over_dp_sgd": "fastest mode of Opacus / DP-SGD",
-          "dp_ngd_over_dp_sgd": "DP-NGD / DP-SGD, refresh included", "gep_over_dp_sgd": "GEP / DP-SGD",
-          "dp_ngd_memory_over_opacus": "peak memory, DP-NGD / Opacus"}
-
-
-def goals_table(report: Mapping[str, Any]) -> pd.DataFrame:
-    """The ratios of `dpngd bench --full` by network: found with all threads and with one, the goal, the paper's."""
-    paper = " and ".join(f"{v:.2f}" for v in sorted(claims.paper_step_cost().values()))
-    alone = report.get("one_thread", {"ratio": {}})["ratio"]
-    rows = []
-    for key, what in RATIO_NAMES.items():
-        for network, found in report["ratio"].items():
-            goal = report["goals"][key].get(network)
-            if key in found:
-                rows.append({"ratio": what, "network": network, f"{report['threads']} threads": round(found[key], 2),
-                             "1 thread": round(alone[network][key], 2) if key in alone.get(network, {}) else "-",
-                             "goal": "-" if goal is None else f"{'≥' if key == 'opacus_over_dp_sgd' else '≤'} {goal:g}",
-                             "paper": paper if key == "dp_ngd_over_dp_sgd" else "-"})
-    return pd.DataFrame(rows)
+    return None if report is None else tables.bench_ratios(report)[0]

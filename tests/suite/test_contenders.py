@@ -158,7 +158,7 @@ def test_everything_in_one_command(two_cores, monkeypatch, capsys):
     assert report["clock"] == "cpu"
     page = pages.measured_part(report)
     found = report["ratio"]["small"]["dp_sgd_over_plain"]
-    assert f"| DP-SGD / plain training | small | {round(found, 2)} |" in page
+    assert f"| DP-SGD / training without privacy | small | {found:.2f} | ≤ 1.4 |" in page
     assert "| batch | 2, 4 |" in page
     assert f"| {report['scaling']['batch']['exponent']:.2f} |" in page
     assert f"| gep | {report['once']['runs_per_hour']['gep']:.0f} |" in page
@@ -225,7 +225,7 @@ def test_the_exponent_of_a_power_is_found():
 
 
 def test_the_reports_table_has_goals_and_the_papers_ratios_beside_ours(tmp_path, monkeypatch):
-    from dpngd.suite import study
+    from dpngd.suite import study, tables
 
     ratio = {"small": {"dp_sgd_over_plain": 1.5, "opacus_over_dp_sgd": 2.1, "dp_ngd_over_dp_sgd": 1.2}}
     report = {"ratio": ratio, "threads": 2, "goals": bench.GOALS,
@@ -234,7 +234,8 @@ def test_the_reports_table_has_goals_and_the_papers_ratios_beside_ours(tmp_path,
     monkeypatch.setattr(study.paths, "BENCH", tmp_path / "bench.json")
     rows = study.bench_table().set_index("ratio")
     plain, opacus, ngd = rows.iloc
-    assert (plain["2 threads"], plain["1 thread"], plain["goal"], plain["paper"]) == (1.5, 1.4, "≤ 1.4", "-")
-    assert (opacus["2 threads"], opacus["1 thread"], opacus["goal"]) == (2.1, "-", "≥ 2")
-    assert ngd["paper"] == "2.69 and 2.93"
-    assert set(study.RATIO_NAMES) == set(bench.GOALS), "a ratio with a goal is shown, and the other way round"
+    assert (plain["2 threads"], plain["1 thread"], plain["goal"]) == ("1.50", "1.40", "≤ 1.4")
+    assert plain["reached"] == "with 1 thread"
+    assert (opacus["2 threads"], opacus["1 thread"], opacus["goal"], opacus["reached"]) == ("2.10", "-", "≥ 2", "yes")
+    assert ngd["the paper (RTX 3090)"] == "2.69 and 2.93"
+    assert set(tables.RATIOS) == set(bench.GOALS), "a ratio with a goal is shown, and the other way round"

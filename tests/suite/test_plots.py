@@ -165,12 +165,16 @@ def test_the_bench_is_told_with_goals_or_without():
               "ratio": {"small": {"dp_ngd_over_dp_sgd": 1.1, "opacus_over_dp_sgd": 1.5, "unknown": 3.0}}}
     shown, _, caption, _ = tables.bench_ratios(report)
     assert "no goals" in caption
-    assert list(shown["measured"]) == ["1.10", "1.50"]
-    assert shown["the paper (RTX 3090)"][0] == "CIFAR-10 2.69; SVHN 2.93"
+    assert list(shown["all threads"]) == ["1.50", "1.10"]
+    assert list(shown["the paper (RTX 3090)"]) == ["-", "2.69 and 2.93"]
     goals = {"dp_ngd_over_dp_sgd": {"small": 1.15}, "opacus_over_dp_sgd": {"small": 2.0}}
     told = tables.bench_ratios({**report, "goals": goals})[0]
-    assert list(told["goal"]) == ["at most 1.15", "at least 2"]
-    assert list(told["reached"]) == ["yes", "no"]
+    assert list(told["goal"]) == ["≥ 2", "≤ 1.15"]
+    assert list(told["reached"]) == ["no", "yes"]
+    one = {"ratio": {"small": {"dp_ngd_over_dp_sgd": 1.3, "opacus_over_dp_sgd": 2.004}}}
+    told = tables.bench_ratios({**report, "goals": goals, "threads": 2, "one_thread": one})[0]
+    assert list(told["1 thread"]) == ["2.00", "1.30"]
+    assert list(told["reached"]) == ["with 1 thread", "with 2 threads"]
     assert len(tables.bench_seconds(report)[0]) == 2
     assert tables.bench_ratios({})[0].empty
     assert tables.bench_seconds({})[0].empty
