@@ -41,7 +41,8 @@ POINTS = 0.03
 EXACT = ("key", "config")
 MEASURED, C_WITHIN = ("sensitivity", "noise_std"), 1e-3  # of privacy, where C is found on public images; relatively
 MACHINE = ("rounding", "torch", "numpy", "device", "threads")
-"""What makes two machines the same to a bit: see `record.rounding`. Eigenvectors of several threads round otherwise."""
+"""What makes two machines the same to a bit: see `record.rounding`. With several threads eigenvectors round otherwise,
+and micro-batches are smaller."""
 
 
 def draw(store: Store, runs: int, seed: int) -> list[dict]:
