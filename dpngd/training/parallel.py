@@ -3,7 +3,8 @@
 Small networks gain little from two threads inside every operation; two micro-batches at a time keep both cores busy
 (`dpngd bench` shows by how much). What the mechanism does with a micro-batch (norms, clipping, weighted sums) is done
 by the same worker. Each worker thread has a replica of the model that shares its parameters' memory, since a pass
-registers hooks on the modules. Results come in order, and are those of one thread, bit for bit.
+registers hooks on the modules. Results come in order, and for the same micro-batches they are those of one thread, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -112,7 +113,6 @@ def worker_threads(threads: int, process: int) -> ThreadPoolExecutor:
     They start here, one after the other: the C library deals its sets of blocks out in turn (`keep_freed_memory`), and
     a thread that starts between two of them would leave both with the same one.
     """
-    keep_freed_memory(threads)
     shares: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
     for share in shares_of_cores(threads):
         shares.put(share)
