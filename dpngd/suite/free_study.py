@@ -56,6 +56,9 @@ ARMS: dict[str, dict[str, float]] = {
     "K=30 c=.3": {"kl_budget": 30.0, "clip_ratio": 0.3}, "K=30 r=.1%": {"kl_budget": 30.0, "floor_rank": 0.001},
 }
 """One factor at a time around the default, and the corners that may interact."""
+REFRESH = {"default": {}, "T_cur=16": {"T_cur": 16}, "T_cur=16, 250 images": {"T_cur": 16, "public_size": 250},
+           "T_cur=32, 250 images": {"T_cur": 32, "public_size": 250}}
+"""How cheap F may be in the Opacus optimizer."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ StudyRun = tuple[str, str, RunConfig]
 
 def block(cell: StudyCell, seed: int, arms: Iterable[str] = ARMS, *, reference: bool = True) -> list[StudyRun]:
     """The arms of a cell at one seed, and for reference DP-SGD at the cell's rates."""
-    return [*((cell.name, arm, cell.free(seed, **ARMS[arm])) for arm in arms),
+    return [*((cell.name, arm, cell.free(seed, **{**ARMS, **REFRESH}[arm])) for arm in arms),
             *((cell.name, f"DP-SGD {eta:g}", cell.config("dp-sgd", seed, eta=eta, C=1.0))
               for eta in (cell.rates if reference else ()))]
 
@@ -127,8 +130,11 @@ MNIST_RATES = (0.5, 1, 2, 4, 8)
 
 
 def after(mnist: Path | None = None) -> dict[str, list[StudyRun]]:
-    """What is run once, with the frozen constants: the KL step with other maps, and MNIST where its file is given."""
-    return {"maps": maps(), **({} if mnist is None else {"mnist": confirm(mnist)})}
+    """What is run once, with the frozen constants: the KL step with other maps, MNIST where its file is given, and how
+    cheap a refresh may be."""
+    refresh = [run for seed in (2030, 2031, 2032) for cell in (*FEW, *DIGITS)
+               for run in block(cell, seed, REFRESH, reference=False)]
+    return {"maps": maps(), **({} if mnist is None else {"mnist": confirm(mnist)}), "refresh": refresh}
 
 
 def maps() -> list[StudyRun]:
@@ -184,6 +190,13 @@ def shipped() -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
+def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], parts: Iterable[str]) -> list[dict[str, Any]]:
+    """Old and new rows in the order of the parts: a new one replaces the old one of its part, cell, arm and seed."""
+    rows = {(r["part"], r["cell"], r["arm"], r["seed"]): r for r in (*old, *new)}
+    order = list(dict.fromkeys((*parts, *(r["part"] for r in old))))
+    return sorted(rows.values(), key=lambda r: order.index(r["part"]))
+
+
 def final(row: Mapping[str, Any]) -> float:
     """Validation accuracy after the last step, in percent; that of a run that diverged is 0."""
     return row["accuracy"][-1] if row["status"] == "ok" else 0.0
@@ -223,7 +236,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
     for c in dict.fromkeys(r["cell"] for r in first if r["arm"] == "default"):
         mean, (sgd, arm) = cell_accuracy(first, c, "default")[0], best_sgd(first, c)
         lines.append(f"| {c} | {mean:.1f} | {sgd:.1f} ({arm.removeprefix('DP-SGD ')}) | {mean - sgd:+.1f} |")
-    for part in (first, [r for r in rows if r["part"] == "round-2"]):
+    for part in (first, *([r for r in rows if r["part"] == name] for name in ("round-2", "refresh"))):
         cells = [c for c in dict.fromkeys(r["cell"] for r in part) if cell_accuracy(part, c, "default")[2]]
         short = [c.replace(" eps=", " ").replace(" T=", " ") for c in cells]
         lines += ["", "| arm | mean | se | " + " | ".join(short) + " |", "| --- " * (3 + len(cells)) + "|"]
@@ -232,7 +245,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
                 by, (m, se, _) = arm_differences(part, a), gain(part, a)
                 each = " | ".join(f"{by[c]:+.1f}" if c in by else "" for c in cells)
                 lines.append(f"| {a} | {m:+.2f} | {se:.2f} | {each} |")
-    later = [r for r in rows if r["part"] not in PARTS]
+    later = [r for r in rows if r["part"] in ("maps", "mnist")]
     for c in dict.fromkeys(r["cell"] for r in later):
         lines += ["", f"| {c} | accuracy | sd | n |", "| --- | --- | --- | --- |"]
         for a in dict.fromkeys(r["arm"] for r in later if r["cell"] == c):
@@ -284,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dpngd.suite.free_study", description=__doc__.splitlines()[0])
     parser.add_argument("do", choices=("run", "ship", "table", "mnist"))
     parser.add_argument("folder", type=Path, nargs="?", help="where mnist.npz is, or is to be: outside the project")
-    parser.add_argument("--part", choices=(*PARTS, "maps", "mnist"), nargs="*",
+    parser.add_argument("--part", choices=(*PARTS, "maps", "mnist", "refresh"), nargs="*",
                         help="of `run`; all where none is named")
     parser.add_argument("--jobs", type=int, default=1)
     given = parser.parse_args(argv)
@@ -303,10 +316,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UsageError(f"part {part} needs the folder of mnist.npz: name it")
             ensure([config for _, _, config in parts[part]], store=store, jobs=given.jobs)
     elif given.do == "ship":
-        rows = stored(store, parts)
+        rows = merged(shipped(), stored(store, parts), parts)
         write_atomically(paths.RESULTS / SHIPPED, "".join(json.dumps(r, sort_keys=True) + "\n" for r in rows))
     else:
-        print(tables(stored(store, parts) or shipped()))
+        print(tables(merged(shipped(), stored(store, parts), parts)))
     return 0
 
 

@@ -39,6 +39,25 @@ def test_an_arm_differs_from_the_default_in_what_it_names():
         assert all(study.DEFAULT[name] != value for name, value in changes.items()), arm
 
 
+def test_the_arms_of_the_refresh_change_nothing_else_and_have_seeds_of_their_own():
+    runs = study.after()["refresh"]
+    assert len({c.key() for _, _, c in runs}) == len(runs) == 8 * 3 * 4
+    assert not {c.seed for _, _, c in runs} & {c.seed for _, _, c in (*RUNS, *MAPS)}
+    for cell, arm, c in runs:
+        wanted = {**study.HELD_FIXED, **study.DEFAULT, **study.REFRESH[arm]}
+        assert {name: getattr(c, name) for name in wanted} == wanted, (cell, arm)
+        assert c.validation == 0.2
+
+
+def test_shipping_keeps_what_another_machine_computed_and_replaces_what_was_computed_again():
+    def row(part, seed, value):
+        return {"part": part, "cell": "c", "arm": "a", "seed": seed, "accuracy": [value]}
+
+    old = [row("few", 1, 10.0), row("mnist", 1, 20.0)]
+    rows = study.merged(old, [row("many", 1, 30.0), row("few", 1, 11.0)], ["few", "many"])
+    assert [(r["part"], r["accuracy"][0]) for r in rows] == [("few", 11.0), ("many", 30.0), ("mnist", 20.0)]
+
+
 def test_the_maps_have_the_frozen_constants_and_are_all_there():
     assert {c.method for _, _, c in MAPS} == {m for m in METHODS if METHODS[m].kl_step} - {"dp-ngd-free"} | {"dp-sgd"}
     for _, arm, c in MAPS:
