@@ -22,11 +22,13 @@ Labels: the paper's F has y ~ P_theta, and public images need not have labels of
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import scipy.linalg
+import threadpoolctl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -127,7 +129,7 @@ def _eigh(M: Tensor, least: float | None = None) -> tuple[Tensor, Tensor]:
         vectors = M.new_zeros(len(M), n, keep).scatter_(1, order[:, None, :keep], 1.0)
         return values[:, :keep].clamp(min=0), vectors
     if least is not None and len(M) == 1 and n >= SUBSET:
-        with contextlib.suppress(scipy.linalg.LinAlgError):
+        with contextlib.suppress(scipy.linalg.LinAlgError), scipys_blas().limit(limits=1):
             found = scipy.linalg.eigh(M[0].cpu().numpy(), subset_by_value=(least, math.inf), check_finite=False)
             values, vectors = (torch.from_numpy(t).to(M.device).flip(-1)[None] for t in found)
             return values, torch.linalg.qr(vectors).Q if values.numel() else vectors
@@ -141,6 +143,16 @@ def _eigh(M: Tensor, least: float | None = None) -> tuple[Tensor, Tensor]:
     values, vectors = values.flip(-1).clamp(min=0), vectors.flip(-1)
     keep = _count(values, least)
     return values[..., :keep], vectors[..., :keep]
+
+
+@functools.cache
+def scipys_blas() -> threadpoolctl.ThreadpoolController:
+    """The BLAS that scipy brings, whose threads torch.set_num_threads does not know of.
+
+    It has one per core of the machine, which spin while they wait for one another: beside other work, eigenvectors of a
+    500 x 500 matrix took 20 times as long as on one thread.
+    """
+    return threadpoolctl.ThreadpoolController().select(internal_api="openblas")
 
 
 def _count(values: Tensor, least: float | None) -> int:

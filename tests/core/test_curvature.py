@@ -2,6 +2,7 @@
 
 import pytest
 import reference
+import scipy.linalg
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -378,6 +379,22 @@ def test_eigenvectors_that_no_floor_lifts_are_left_out(subset, least, monkeypatc
     for F_l, S_l in zip(full, cut, strict=True):
         torch.testing.assert_close(S_l.traces(), F_l.spectrum().sum((1, 2)), rtol=1e-8, atol=1e-12)
         assert S_l.Q_A.shape[2] == int((F_l.lambda_A * F_l.lambda_G[:, :1].max() > least).sum(1).max())
+
+
+def test_scipys_blas_has_one_thread_for_eigenvectors_and_its_own_number_afterwards(monkeypatch):
+    """Its threads spin beside torch's; and their number would change the rounding of a run."""
+    def threads():
+        return [library["num_threads"] for library in curvature.scipys_blas().info()]
+
+    before, during, eigh = threads(), [], scipy.linalg.eigh
+    monkeypatch.setattr(scipy.linalg, "eigh", lambda *a, **k: during.append(threads()) or eigh(*a, **k))
+    monkeypatch.setattr(curvature, "SUBSET", 2)
+    model = seeded(nn.Flatten(), nn.Linear(9, CLASSES))
+    KFAC(model, images(50, 1, 3, 3), labels="exact", span=True, least=1e-3)()
+    assert during
+    assert before
+    assert all(n == 1 for now in during for n in now)
+    assert threads() == before
 
 
 def test_the_images_own_factor_is_computed_once(monkeypatch):

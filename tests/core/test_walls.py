@@ -14,7 +14,7 @@ TOP = sorted(PACKAGE.glob("*.py"))
 CORE = [*TOP, *sorted((PACKAGE / "layers").glob("*.py")), *sorted((PACKAGE / "audit").glob("*.py"))]
 LATE = {"audit/figure.py": {"matplotlib"}, "images.py": {"sklearn"}, "progress.py": {"tqdm"}}
 # imported when asked for; where they are absent there is an error that names them, or a plainer way (progress)
-ALLOWED = {"torch", "opacus", "numpy", "scipy", "dpngd", *sys.stdlib_module_names}
+ALLOWED = {"torch", "opacus", "numpy", "scipy", "threadpoolctl", "dpngd", *sys.stdlib_module_names}
 OUTSIDE = {"training", "data", "suite"}
 
 
