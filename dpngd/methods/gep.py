@@ -25,6 +25,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
+from dpngd.curvature import scipys_blas
 from dpngd.errors import UsageError
 from dpngd.geometry import EXACT_BELOW, SUMMED_ABOVE
 from dpngd.gradients import Blocks, PerSample, SampleGradients, micro_batches
@@ -206,7 +207,8 @@ def gram_vectors(G: Tensor, k: int) -> Tensor:
     n = len(G)
     if 4 * k > n:
         return torch.linalg.eigh(gram).eigenvectors[:, -k:].to(G.dtype)
-    return torch.from_numpy(scipy.linalg.eigh(gram.cpu().numpy(), subset_by_index=(n - k, n - 1))[1]).to(G)
+    with scipys_blas().limit(limits=1):
+        return torch.from_numpy(scipy.linalg.eigh(gram.cpu().numpy(), subset_by_index=(n - k, n - 1))[1]).to(G)
 
 
 def orthonormal(span: Tensor) -> Tensor:
