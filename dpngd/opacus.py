@@ -82,8 +82,9 @@ from dpngd.steps import GROWTH, K_DEFAULT, K_NOISE_DEFAULT, PROBE, WITHIN, Direc
 
 SMALLEST = 50
 """Public images at least: of fewer the curvature is mostly sampling error."""
-MADE = 500
-"""Public images that are made where none are given."""
+MADE = 250
+"""Public images that are made where none are given: with 500, a refresh takes twice as long and nothing is gained
+(docs/study.md)."""
 CHECKED = 8
 """Public images on which Opacus's per-sample gradients are compared with ours."""
 CLIP_RATIO = 0.05

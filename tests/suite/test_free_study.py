@@ -145,7 +145,7 @@ def test_a_run_that_diverged_counts_as_nothing_right():
 def test_what_is_shipped_is_the_grid_and_its_table_is_in_the_docs():
     rows = study.shipped()
     assert rows
-    asked = {(cell, arm, c.seed): c for cell, arm, c in (*RUNS, *MAPS)}
+    asked = {(cell, arm, c.seed): c for cell, arm, c in (*RUNS, *MAPS, *study.after()["refresh"])}
     for r in rows:
         if not r["cell"].startswith("mnist"):  # its configs need the file
             assert r["config"] == asked[r["cell"], r["arm"], r["seed"]].canonical()
@@ -154,3 +154,18 @@ def test_what_is_shipped_is_the_grid_and_its_table_is_in_the_docs():
         assert line in text
     assert (paths.RESULTS / study.SHIPPED).stat().st_size < 500_000
     assert all(len(json.dumps(r)) < 1500 for r in rows)
+
+
+def test_the_refresh_on_the_cnn_is_compared_within_seeds(monkeypatch):
+    made = {(8, 500): [90.0, 92.0], (16, 500): [89.0, 92.0]}
+    monkeypatch.setattr(study, "CNN_ARMS", {"a": (8, 500), "b": (16, 500)})
+    monkeypatch.setattr(study, "cnn_accuracy", lambda T_cur, n, seed, T, sigma: made[T_cur, n][seed])
+    assert study.cnn_table(seeds=2).splitlines()[2:] == ["| a | 91.0 |  | 91.0 |  |",
+                                                         "| b | 90.5 | -0.5 (0.5) | 90.5 | -0.5 (0.5) |"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_of_the_cnn_is_a_function_of_its_arguments():
+    first, again = (study.cnn_accuracy(2, 60, seed=1, T=3, sigma=1.6) for _ in range(2))
+    assert first == again
+    assert 0 <= first <= 100
