@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from dpngd.audit import leaks
 from dpngd.suite import pages, profiles, study
 
 ROOT = Path(__file__).parents[2]
@@ -12,6 +13,12 @@ README = (ROOT / "README.md").read_text()
 def test_the_number_of_the_papers_runs_is_counted():
     (runs,) = re.findall(r"for the paper: ([\d,]+) runs", README)
     assert int(runs.replace(",", "")) == len(profiles.load("paper").all_configs())
+
+
+def test_the_number_of_planted_leaks_is_counted():
+    for page in ("README.md", "CHANGELOG.md"):
+        (count,) = re.findall(r"(?:plants|finds) (\d+) (?:planted )?leaks", (ROOT / page).read_text())
+        assert int(count) == len(leaks.leaks()), page
 
 
 def test_it_shows_the_two_commands():
