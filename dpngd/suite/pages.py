@@ -4,7 +4,7 @@
 | --- | --- |
 | docs/deviations.md | params/deviations.yaml, params/published.yaml |
 | docs/claims.md | figures/cpu/claims.json |
-| README.md, between its markers | figures/cpu/claims.json, and what params/ plans |
+| README.md, between its markers | figures/cpu/claims.json, results/cpu.jsonl, and what params/ plans |
 | docs/speed.md, between its markers | results/bench.json |
 
 Such a part lies between `<!-- NAME: written by make docs -->` and `<!-- end of NAME -->`. The report shows the
@@ -13,6 +13,7 @@ same rows. A test compares the committed pages with what this module makes.
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from dpngd.errors import UsageError
 from dpngd.files import write_atomically
 from dpngd.suite import paths, profiles, report, stats, story
 from dpngd.suite.params import deviations, published
+from dpngd.suite.store import Store
 from dpngd.suite.study import ARTIFACTS, bench_report, configs
 from dpngd.suite.tables import bench_ratios
 
@@ -36,6 +38,15 @@ ASKS = {
     "07_your_own_data": ("beyond the paper", "Your own data, with nothing to tune"),
 }
 """What of the paper a notebook shows, and its question."""
+
+
+PICTURES = {
+    True: ("lead", "Lead of DP-NGD over the best baseline in every cell, in points of accuracy, beside the paper's"),
+    False: ("theorem", "Theorem 1, measured. Left: the noise of an update follows the inverse of the clamped "
+                       "curvature. Middle: the step of one sample, in KL divergence, against the radius that clipping "
+                       "sets. Right: below lambda_safe a step may be longer than DP-SGD's bound"),
+}
+"""The README's picture and its caption, by whether Table 2 is decided."""
 
 
 def deviations_page() -> str:
@@ -62,29 +73,45 @@ def table_row(*cells: str) -> str:
 # ---- The README's parts ----------------------------------------------------------------------------------------------
 
 def found_part() -> str:
-    """What was found: how far the evidence is, three sentences, and the one picture once its claim is decided."""
+    """What was found: how far the evidence is, three sentences, and one picture."""
     data = report.current(SHIPPED)
     rows = data["claims"]
     papers = [row for row in rows if not row["question"]]
-    planned, there = (data.get("compute", {}).get(n, 0) for n in ("planned", "there"))
     lines = []
     if any(row["word"] == stats.NOT_RUN for row in rows):
-        lines += [f"**The evidence is still being computed: {there:,} of {planned:,} planned runs are there.** A claim "
-                  "is decided when all of its runs exist, not before.", ""]
+        lines += [f"{how_far(data.get('compute', {}))} A claim is decided when all of its runs exist.", ""]
     lines += [f"The paper's {len(papers)} claims: **{story.words_counted(papers)}**. The main ones:", ""]
     lines += [f"- {sentence}" for sentence in story.found(rows)]
-    decided = next(row for row in rows if row["id"] == "best-everywhere")["word"] != stats.NOT_RUN
-    picture = paths.FIGURES / SHIPPED / "lead.png"
-    if decided and picture.exists():
-        lines += ["", f"![Lead of DP-NGD over the best baseline in every cell, in points of accuracy, beside the "
-                      f"paper's]({picture.relative_to(paths.ROOT).as_posix()})"]
+    name, caption = PICTURES[table_2_decided(rows)]
+    picture = paths.FIGURES / SHIPPED / f"{name}.png"
+    if picture.exists():
+        lines += ["", f"![{caption}]({picture.relative_to(paths.ROOT).as_posix()})", "", f"*{caption}.*"]
     return "\n".join(lines)
 
 
+def table_2_decided(rows: list[dict[str, Any]]) -> bool:
+    """Whether the paper's main claim, that of Table 2, has its verdict."""
+    return next(row for row in rows if row["id"] == "best-everywhere")["word"] != stats.NOT_RUN
+
+
+def how_far(compute: Mapping[str, int]) -> str:
+    """How much of the evidence is there. Until a run on a test set exists, the number of planned runs is not told: the
+    plan of the search still has the rates that it starts with, and counts none of the trials that followed."""
+    on = collections.Counter(record["evaluated_on"] for record in Store(SHIPPED).shipped.values())
+    if not on["test"]:
+        return (f"**The evidence is still being computed.** {sum(on.values()):,} runs are shipped, all of them of the "
+                "gate and the search, on validation images; none on a test set yet.")
+    there, planned = (compute.get(name, 0) for name in ("there", "planned"))
+    return f"**The evidence is still being computed: {there:,} of {planned:,} planned runs are there.**"
+
+
 def notebooks_part() -> str:
-    """One row per notebook: artifact, question, verdicts on the paper's claims, and minutes."""
+    """Which notebook to open first; one row per notebook: artifact, question, verdicts on the paper's claims, time."""
     rows = report.current(SHIPPED)["claims"]
-    lines = ["| notebook | of the paper | the question | the paper's claims | minutes to train: `quick`, `cpu` |",
+    first = "01" if table_2_decided(rows) else "00"
+    lines = ["They open on the shipped results, in seconds and without data; their outputs are in the files. "
+             f"Open {first} first.", "",
+             "| notebook | of the paper | the question | the paper's claims | core-minutes to train: `quick`, `cpu` |",
              "| --- | --- | --- | --- | --- |"]
     for notebook, (artifact, question) in ASKS.items():
         papers = [row for row in rows if row["notebook"] == notebook and not row["question"]]

@@ -36,3 +36,14 @@ def test_what_is_generated_is_in_step_with_the_results():
 def test_every_notebook_has_its_question():
     assert list(pages.ASKS) == list(study.ARTIFACTS)
     assert all(f"](notebooks/{name}.ipynb)" in README for name in study.ARTIFACTS)
+
+
+def test_until_there_is_a_test_run_the_readme_says_what_the_runs_are_of(monkeypatch):
+    records = {str(i): {"evaluated_on": "validation"} for i in range(1234)}
+    monkeypatch.setattr(pages.Store, "shipped", records)
+    said = pages.how_far({"there": 7, "planned": 2000})
+    assert "1,234 runs are shipped, all of them of the gate and the search" in said
+    assert "2,000" not in said
+    monkeypatch.setattr(pages.Store, "shipped", records | {"t": {"evaluated_on": "test"}})
+    assert "7 of 2,000 planned runs are there" in pages.how_far({"there": 7, "planned": 2000})
+    assert "validation" not in pages.how_far({"there": 7, "planned": 2000})

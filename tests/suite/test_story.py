@@ -123,12 +123,16 @@ def test_the_readmes_picture_comes_with_its_word(word, monkeypatch, tmp_path):
     rows = [claims.decide(c, {}) | {"word": word} for c in claims.all_claims()]
     data = {"claims": rows, "compute": {"planned": 2000, "there": 7}}
     monkeypatch.setattr(pages.report, "current", lambda profile: data)
+    monkeypatch.setattr(pages.Store, "shipped", {"key": {"evaluated_on": "test"}})
     monkeypatch.setattr(pages.paths, "ROOT", tmp_path, raising=False)
     monkeypatch.setattr(pages.paths, "FIGURES", tmp_path / "figures", raising=False)
     (tmp_path / "figures" / "cpu").mkdir(parents=True)
-    (tmp_path / "figures" / "cpu" / "lead.png").write_bytes(b"")
+    for name in ("lead", "theorem"):
+        (tmp_path / "figures" / "cpu" / f"{name}.png").write_bytes(b"")
     part = pages.found_part()
     assert ("](figures/cpu/lead.png)" in part) == (word == "reproduced")
+    assert ("](figures/cpu/theorem.png)" in part) == (word == "not run")
+    assert ("Open 01 first" in pages.notebooks_part()) == (word == "reproduced")
     assert ("7 of 2,000 planned runs are there" in part) == (word == "not run")
 
 
