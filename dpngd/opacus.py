@@ -84,8 +84,9 @@ SMALLEST = 50
 """Public images at least: of fewer the curvature is mostly sampling error."""
 MADE = 250
 """Public images that are made where none are given. With 500 a refresh takes twice as long. The study's rule would have
-taken 250 with T_cur = 32; on a CNN without normalisation 250 at T_cur = 8 cost 1.0 (0.2) points in one setting and gained
-0.2 (0.2) in the other, and that arm was not run in the study's cells (docs/study.md). For 500, pass your own images."""
+taken 250 with T_cur = 32; on a CNN without normalisation 250 at T_cur = 8 cost 1.0 (0.2) points in one setting and
+gained 0.2 (0.2) in the other, and that arm was not run in the study's cells (docs/study.md). For 500, pass your own
+images."""
 CHECKED = 8
 """Public images on which Opacus's per-sample gradients are compared with ours."""
 CLIP_RATIO = 0.05
