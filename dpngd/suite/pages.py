@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -132,13 +133,56 @@ def minutes_of(notebook: str, profile: str) -> float:
 
 # ---- docs/speed.md: its measured part --------------------------------------------------------------------------------
 
+MEASURES = (
+    ("dp_sgd_over_plain", "a step of DP-SGD takes {} times a step without privacy"),
+    ("dp_ngd_over_dp_sgd", "a step of DP-NGD {} times a step of DP-SGD, its share of a refresh included"),
+    ("opacus_over_dp_sgd", "the fastest mode of Opacus {} times our DP-SGD"),
+    ("dp_ngd_memory_over_opacus", "DP-NGD needs {} of the peak memory of Opacus"),
+)
+MEMORY = ("plain", "opacus-hooks", "dp-sgd", "dp-ngd")
+
+
+def short_part(report: Mapping[str, Any] | None) -> str:
+    """The page in three sentences: each ratio as a range over the networks, programs of Opacus, goals by outcome."""
+    if report is None or "goals" not in report:
+        return "Not measured yet with the present code on a quiet machine."
+    said = []
+    for key, sentence in MEASURES:
+        found = [ratios[key] for ratios in report["ratio"].values() if key in ratios]
+        if found:
+            said.append(sentence.format(" to ".join(dict.fromkeys(f"{n:.2f}" for n in (min(found), max(found))))))
+    lines = [f"In short, with {report['threads']} threads on {report['cores']} cores ({', '.join(report['ratio'])}): "
+             f"{'; '.join(said)}."]
+    if "opacus" in report:
+        over = " and ".join(f"{row['over_dp_sgd']['dpngd']:.2f}" for row in report["opacus"].values())
+        lines.append(f"In whole programs through Opacus a step of DPNGD takes {over} times Opacus's DP-SGD.")
+    reached = collections.Counter(bench_ratios(report)[0]["reached"])
+    partly = sum(n for outcome, n in reached.items() if outcome.startswith("with"))
+    lines.append(f"Of the {reached.total() - reached['-']} goals that were set for these ratios, {reached['yes']} are "
+                 f"reached, {partly} with one number of threads only, and {reached['no']} are missed.")
+    return textwrap.fill(" ".join(lines), 128, break_on_hyphens=False)
+
+
+def memory_rows(report: Mapping[str, Any]) -> list[str]:
+    """Peak memory that a step adds, MiB, by contender and network; empty where it was not measured."""
+    found = {name: {network: model["contenders"].get(name, {}).get("peak_mib")
+                    for network, model in report["models"].items()} for name in MEMORY}
+    rows = [table_row(name, *("-" if n is None else f"{n:,.0f}" for n in by.values()))
+            for name, by in found.items() if any(n is not None for n in by.values())]
+    networks = list(report["models"])
+    return ["", "Peak memory that a step adds, in MiB:", "", table_row("contender", *networks),
+            table_row(*["---"] * (len(networks) + 1)), *rows] if rows else []
+
+
 def measured_part(report: Mapping[str, Any] | None) -> str:
-    """What `dpngd bench --full` found, as Markdown: ratios and goals, growth, what is done once, programs of Opacus."""
+    """What `dpngd bench --full` found, as Markdown: ratios and goals, memory, growth, what is done once, programs of
+    Opacus."""
     if report is None or "goals" not in report:
         return "Not measured yet with the present code on a quiet machine: results/bench.json has no goals in it.\n"
     load = f"load {report['load']:.1f} before and {report['load_after']:.1f} after"
     lines = [f"{report['cpu']}, {report['cores']} cores, torch {report['torch']}, {report['clock']} clock, {load}; "
-             f"{report['repeats']} rounds, K = {report['K']}.", "", *rows_of(bench_ratios(report)[0])]
+             f"{report['repeats']} rounds, K = {report['K']}.", "", *rows_of(bench_ratios(report)[0]),
+             *memory_rows(report)]
     if "scaling" in report:
         lines += ["", "How the cost of DP-NGD grows:", "", "| varied | values | ms | exponent |",
                   "| --- | --- | --- | --- |"]
@@ -168,7 +212,8 @@ def rows_of(table: Any) -> list[str]:
 
 MADE: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"found": found_part, "notebooks": notebooks_part},
-    "docs/speed.md": {"measured": lambda: measured_part(bench_report()).strip()},
+    "docs/speed.md": {"short": lambda: short_part(bench_report()),
+                      "measured": lambda: measured_part(bench_report()).strip()},
 }
 """The parts of a page that are made, by page and name."""
 

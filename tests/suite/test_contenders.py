@@ -164,11 +164,16 @@ def test_everything_in_one_command(two_cores, monkeypatch, capsys):
     assert f"| gep | {report['once']['runs_per_hour']['gep']:.0f} |" in page
     assert "| digits | dpngd | 3.0 | 1.50 |" in page
     assert "| digits | dp-sgd | 2.0 | 1.00 |" in page
+    short = " ".join(pages.short_part(report).split())
+    assert f"(small): a step of DP-SGD takes {found:.2f} times a step without privacy." in short
+    assert "a step of DPNGD takes 1.50 times Opacus's DP-SGD." in short
+    assert "Of the 1 goals" in short
 
 
 def test_a_report_without_goals_is_not_shown_as_measured():
     assert pages.measured_part(None) == pages.measured_part({"ratio": {}})
     assert pages.measured_part(None).startswith("Not measured yet")
+    assert pages.short_part(None) == pages.short_part({"ratio": {}})
 
 
 def test_the_floor_is_that_of_a_runs_plateau():
