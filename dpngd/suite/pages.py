@@ -86,7 +86,8 @@ def found_part() -> str:
     name, caption = PICTURES[table_2_decided(rows)]
     picture = paths.FIGURES / SHIPPED / f"{name}.png"
     if picture.exists():
-        lines += ["", f"![{caption}]({picture.relative_to(paths.ROOT).as_posix()})", "", f"*{caption}.*"]
+        file = picture.relative_to(paths.ROOT).as_posix()
+        lines += ["", f"![{caption.partition('. ')[0]}]({file})", "", f"*{caption}.*"]
     return "\n".join(lines)
 
 
@@ -99,6 +100,8 @@ def how_far(compute: Mapping[str, int]) -> str:
     """How much of the evidence is there. Until a run on a test set exists, the number of planned runs is not told: the
     plan of the search still has the rates that it starts with, and counts none of the trials that followed."""
     on = collections.Counter(record["evaluated_on"] for record in Store(SHIPPED).shipped.values())
+    if not on:
+        return "**The evidence is still being computed.** No run is shipped yet."
     if not on["test"]:
         return (f"**The evidence is still being computed.** {sum(on.values()):,} runs are shipped, all of them of the "
                 "gate and the search, on validation images; none on a test set yet.")
