@@ -9,7 +9,8 @@ is better on the right (or above), and the axis says so. Runs that do not exist 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -22,10 +23,20 @@ from dpngd.audit.figure import draw as draw_canary
 from dpngd.clamping import DynamicFloor
 from dpngd.data import sets
 from dpngd.methods import METHODS
-from dpngd.suite import plots, stats
+from dpngd.suite import plots, rules, stats
 from dpngd.suite.params import published
 from dpngd.suite.plots import INK, SOFT, WIDTH, colour, end_labels, hollow, label, point, settle
-from dpngd.suite.rules import Curves, Theory, best_baseline, broken_bounds, round_one, side_by_side, unstable
+from dpngd.suite.rules import (
+    Curves,
+    Theory,
+    above,
+    best_baseline,
+    broken_bounds,
+    estimated,
+    round_one,
+    side_by_side,
+    unstable,
+)
 from dpngd.suite.runs import Runs, step_phases
 from dpngd.suite.story import missing
 from dpngd.suite.tables import leads, paper_accuracy
@@ -44,8 +55,9 @@ FREE = "dp-ngd-free"
 # ---- What several figures share --------------------------------------------------------------------------------------
 
 def title(runs: Runs, data: str, epsilon: float | None = None) -> str:
-    models = ", ".join(runs.where(data=data).values("model"))
-    return f"{sets.label(data)}" + (f", ε = {epsilon:g}" if epsilon else "") + f" ({models})"
+    models = runs.where(data=data).values("model")
+    network = ", ".join("small network" if m == "small" else m for m in models)
+    return ", ".join(p for p in (sets.label(data), f"ε = {epsilon:g}" if epsilon else "", network) if p)
 
 
 def papers_network(runs: Runs, data: str) -> bool:
@@ -76,50 +88,108 @@ def notes(*parts: str) -> str:
     return ". ".join(p[0].upper() + p[1:] for p in parts if p) + "."
 
 
+SHARED = "all methods share seeds and test images: judge a difference where it is drawn, not by bars that overlap"
+
+
+Fields = Mapping[str, Any]
+
+
+def differences(runs: Runs, pairs: Sequence[tuple[Fields, Fields]],
+                pooled: bool = True) -> dict[tuple[str, float, int], stats.Estimate]:
+    """(data set, epsilon, number of the pair) -> first less second. `pooled` as most claims have it: the variance over
+    seeds is shared by the epsilons of a data set. A bar must be the interval that its claim is decided by."""
+    places = [(d, e, k) for d, e in runs.cells() for k in range(len(pairs))]
+    found = estimated(above(runs.where(data=d, epsilon=e), "", *pairs[k], (d, k) if pooled else None)
+                      for d, e, k in places)
+    return {place: e for place, (_, e) in zip(places, found, strict=True)}
+
+
+def held(decision: rules.Decision) -> set[str]:
+    """The cells of a claim in which it holds after Holm, as its tally counts them; none while runs are missing."""
+    if decision.verdict is None or decision.word == stats.NOT_RUN:
+        return set()
+    p: dict[str, float] = {}
+    for part in decision.parts:
+        p[part.cell or part.name] = max(part.up, p.get(part.cell or part.name, 0.0))
+    everywhere = decision.word == stats.REPRODUCED
+    return {c for c, q in zip(p, stats.holm(list(p.values())), strict=True) if everywhere or q <= stats.ALPHA}
+
+
+def marks_held(runs: Runs, rule: rules.Rule) -> set[str]:
+    """`held`, but none on the digits: these runs show the suite at work and decide nothing."""
+    return set() if runs.values("data") == ["digits"] else held(rule(runs))
+
+
+EACH = "bars are 95% each, not corrected for their number"
+HELD_NOTE = f"{EACH}; ✓: above every baseline after Holm's correction, as the claim is decided"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of differences: first less second, in the look of a method."""
+
+    text: str
+    first: Fields
+    second: Fields
+    look: str
+
+
 @plots.themed
-def dots(runs: Runs, groups: list[tuple[str, dict]], head: str, *, against: dict | None = None, sign: float = 1.0,
-         paper: str | None = None, band: bool = False, xlabel: str = "", better: str = "", said: str = "") -> Figure:
-    """Rows of means with intervals, a panel per cell. `against` draws differences to it instead; with `sign` -1 the
-    lead of `against` over each row."""
+def dots(runs: Runs, rows: Sequence[Row], head: str, *, equal: Runs | None = None, paper: str | None = None,
+         band: bool = False, pooled: bool = True, xlabel: str = "difference, points", better: str = "",
+         said: str = "") -> Figure:
+    """Rows of differences with intervals, a panel per cell, all on one scale. `equal`: the same arms at the equation's
+    rate, below those at their own best one; the paper's differences hollow."""
     if not len(runs):
         return plots.nothing(head)
-    cells = runs.cells()
-    figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, height=1.75 + 0.4 * len(groups),
-                             sharey=True)
-    beside = False
+    cells, two = runs.cells(), equal is not None and len(equal) > 0
+    pairs = [(r.first, r.second) for r in rows]
+    figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, sharey=True, sharex=True,
+                             height=1.75 + (0.62 if two else 0.45) * len(rows))
+    found = differences(runs, pairs, pooled)
+    other = differences(equal, pairs, pooled) if two else {}
+    shown, bars, beside = [0.0], [], False
     for ax, (data, epsilon) in zip(axes, cells, strict=True):
-        here, shown, bars = runs.where(data=data, epsilon=epsilon), [0.0] if against else [], []
-        for row, (_, fields) in enumerate(groups):
-            pair = (fields, against) if sign > 0 else (against, fields)
-            e = here.lead(*pair) if against else here.mean(**fields)
-            point(ax, row, e, fields["method"], horizontal=True)
-            lost, ran = here.diverged(**fields), len(here.where(**fields))
+        here = runs.where(data=data, epsilon=epsilon)
+        for i, row in enumerate(rows):
+            e = found[data, epsilon, i]
+            point(ax, i - (0.22 if two else 0.0), e, row.look, horizontal=True)
+            sides = [here.where(**fields) for fields in (row.first, row.second)]
+            lost, ran = max((side.diverged(), len(side)) for side in sides)
             if lost:  # its accuracy is chance: the axis is set by the others, and an arrow says where it lies
-                ax.annotate(f"{lost} of {ran} diverged: chance", (0.5, row), xycoords=("axes fraction", "data"),
+                ax.annotate(f"{lost} of {ran} diverged: chance", (0.5, i), xycoords=("axes fraction", "data"),
                             xytext=(0, 6), textcoords="offset points", fontsize=7.5, ha="center", color=SOFT)
-            if lost < max(1, ran) or not shown:
+            if lost < max(1, ran):
                 shown.append(e.mean)
                 bars.append(e)
-            theirs = paper and paper_accuracy(paper, fields["method"], data, epsilon)
-            zero = paper and against and paper_accuracy(paper, against["method"], data, epsilon)
-            if theirs and zero:
-                hollow(ax, sign * (theirs - zero), row + 0.25, fields["method"])
-                shown.append(sign * (theirs - zero))
+            if two and (data, epsilon, i) in other:
+                e = other[data, epsilon, i]
+                point(ax, i, e, row.look, horizontal=True, fmt="|", ms=11, mew=2)
+                shown.append(e.mean)
+                bars.append(e)
+            theirs = [paper_accuracy(paper, fields["method"], data, epsilon) if paper else None
+                      for fields in (row.first, row.second)]
+            if None not in theirs:
+                hollow(ax, theirs[0] - theirs[1], i + 0.25, row.look)
+                shown.append(theirs[0] - theirs[1])
                 beside = True
-        ax.set_yticks(range(len(groups)), [text for text, _ in groups])
-        ax.set_ylim(len(groups) - 0.4, -0.6)
+        ax.set_yticks(range(len(rows)), [row.text for row in rows])
+        ax.set_ylim(len(rows) - 0.4, -0.6)
         ax.grid(axis="y", visible=False)
-        settle(ax, shown, 0.2, room=2.0, intervals=bars, horizontal=True,
-               within=(-np.inf, np.inf) if against else plots.PERCENT)
-        if against:
-            plots.none_band(ax, horizontal=True, margin=stats.MARGIN if band else 0.0)
+        ax.set_title(title(here, data, epsilon), loc="left", pad=16 if better else None)
+        ax.set_xlabel(xlabel)
         if better:
             plots.better(ax, better)
-        ax.set_title(title(here, data, epsilon), loc="left")
-        ax.set_xlabel(xlabel or ("points" if against else "test accuracy, %"))
-    plots.headline(figure, head)
-    plots.note(figure, notes(interval_note(runs), "hollow: the paper's difference, its own network" if beside else "",
-                             f"grey: within ±{stats.MARGIN:g} point" if band else "", said))
+    for ax in axes:
+        settle(ax, shown, 0.2, room=2.0, intervals=bars, horizontal=True)
+        plots.none_band(ax, horizontal=True, margin=stats.MARGIN if band else 0.0)
+    looks = (("o", 5.5, 1, "each arm at its own best rate"), ("|", 10, 2, "at the rate of the equation"))
+    marks = [Line2D([], [], color=SOFT, marker=m, lw=0, ms=ms, mew=w, label=text) for m, ms, w, text in looks if two]
+    marks += [plots.papers_mark("the paper, its own network")] if beside else []
+    plots.headline(figure, head, marks=marks)
+    plots.note(figure, notes(interval_note(runs), "differences paired by seed" + (
+        ", the variance over seeds shared by the epsilons, as in the claim" if pooled and len(cells) > 1 else ""),
+        f"grey: within ±{stats.MARGIN:g} point" if band else "", said))
     return figure
 
 
@@ -162,7 +232,7 @@ def curves(runs: Runs, axis: str, xlabel: str, head: str, side: Callable[[Any, R
             panel.minorticks_off()
             panel.set_xlabel(xlabel)
     plots.headline(figure, head)
-    plots.note(figure, notes(interval_note(runs), said))
+    plots.note(figure, notes(interval_note(runs), SHARED, said))
     return figure
 
 
@@ -319,6 +389,7 @@ def lead(runs: Runs) -> Figure:
     rows = runs.values("epsilon")
     figure, axes = plots.new(len(datasets), width=WIDTH, height=1.75 + 0.42 * len(rows), sharey=True, sharex=True)
     shown, bars = [0.0], []
+    holds = marks_held(runs.where(method=[*runs.baselines(), "dp-ngd"]), rules.best_in_every_cell)
     for ax, data in zip(axes, datasets, strict=True):
         for line in table[table["data"] == data].itertuples():
             row = rows.index(line.epsilon)
@@ -326,6 +397,8 @@ def lead(runs: Runs) -> Figure:
             point(ax, row + (-0.14 if line.name == "dp-ngd" else 0.12), e, line.name, horizontal=True, ms=7)
             shown.append(e.mean)
             bars.append(e)
+            if line.name == "dp-ngd" and rules.cell_name((data, line.epsilon)) in holds:
+                plots.tick(ax, e.high, row - 0.14)
             if line.name == "dp-ngd" and line.paper is not None and np.isfinite(line.paper):
                 hollow(ax, line.paper, row + 0.32, "dp-ngd")
                 shown.append(line.paper)
@@ -343,7 +416,8 @@ def lead(runs: Runs) -> Figure:
     plots.headline(figure, head, methods, [theirs] if table["paper"].notna().any() else [])
     free = f"{label(FREE)}: nothing tuned, public images made here" if FREE in methods else ""
     plots.note(figure, notes(f"{interval_note(runs)}, paired by seed", "best baseline: the tuned DP-SGD, DP-SGD-PT, "
-                             "GEP or AdaDPS with the highest mean in that cell, chosen afterwards, which favours it",
+                             "GEP or AdaDPS with the highest mean in that cell, chosen afterwards, which favours the "
+                             "baseline", HELD_NOTE if holds else EACH,
                              free))
     return figure
 
@@ -362,11 +436,13 @@ def utility(runs: Runs) -> Figure:
     figure, axes = plots.new(len(datasets), 2, width=max(5.5, min(10.0, 3.3 * len(datasets))),
                              height=3.2 + tall + 0.9, height_ratios=(2.3, tall + 0.3))
     beside = False
+    found = differences(runs, [({"method": m}, {"method": "dp-sgd"}) for m in others])
+    gains, gain_bars = [0.0], []
     for j, data in enumerate(datasets):
         top, bottom = axes[j], axes[len(datasets) + j]
         here = runs.where(data=data)
         epsilons = here.values("epsilon")
-        shown, gains, bars, gain_bars = [], [0.0], [], []
+        shown, bars = [], []
         for k, m in enumerate(methods):
             means = [here.mean(method=m, epsilon=epsilon) for epsilon in epsilons]
             at = [i + 0.05 * (k - (len(methods) - 1) / 2) for i in range(len(epsilons))]
@@ -382,7 +458,7 @@ def utility(runs: Runs) -> Figure:
                 if m == "dp-sgd":
                     continue
                 row = i * step + others.index(m)
-                gain = here.where(epsilon=epsilon).lead({"method": m}, {"method": "dp-sgd"})
+                gain = found.get((data, epsilon, others.index(m)), stats.NOTHING)
                 point(bottom, row, gain, m, horizontal=True, ms=5.5, lw=1.1, capsize=2)
                 gains.append(gain.mean)
                 gain_bars.append(gain)
@@ -394,7 +470,6 @@ def utility(runs: Runs) -> Figure:
         top.set_title(title(here, data), loc="left")
         top.set_xticks(range(len(epsilons)), [f"{e:g}" for e in epsilons])
         top.set_xlabel("ε")
-        settle(bottom, gains, 0.15, room=2, intervals=gain_bars, horizontal=True)
         plots.none_band(bottom, horizontal=True, margin=0.0)
         plots.better(bottom, "better than DP-SGD")
         middles = [i * step + (len(others) - 1) / 2 for i in range(len(epsilons))]
@@ -405,15 +480,19 @@ def utility(runs: Runs) -> Figure:
             bottom.axhline(i * step - 1.1, color=plots.FAINT, lw=1)
         bottom.set_ylim(len(epsilons) * step - 1, -1.0)
         bottom.set_xlabel("points above DP-SGD")
+    for bottom in axes[len(datasets):]:  # one scale: a lead may be compared between data sets
+        settle(bottom, gains, 0.15, room=2, intervals=gain_bars, horizontal=True)
     axes[0].set_ylabel("test accuracy, %")
     plots.headline(figure, head, methods, [plots.papers_mark("the paper's")] if beside else [])
-    plots.note(figure, notes(interval_note(runs), "differences paired by seed", "hollow: the paper's difference, on "
-                             "its own larger network" if beside else ""))
+    plots.note(figure, notes(interval_note(runs), SHARED, "below: paired by seed, the variance over seeds shared by "
+                             "the epsilons, as in the claim", "hollow: the paper's difference, on its own larger "
+                             "network" if beside else ""))
     return figure
 
 
 @plots.themed
-def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str], head: str, said: str = "") -> Figure:
+def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str], head: str, said: str = "",
+               pooled: bool = False) -> Figure:
     """Does the lead over DP-SGD depend on a setting: accuracies in each, and the lead beside them; a row per cell."""
     if not len(runs):
         return plots.nothing(head)
@@ -424,10 +503,12 @@ def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str
     others = [m for m in methods if m != "dp-sgd"]
     step = len(methods) + 0.8
     figure, axes = plots.new(2, len(cells), width=WIDTH, height=1.45 + len(cells) * (0.75 + 0.24 * step * len(kinds)))
+    pairs = [({"method": m}, {"method": "dp-sgd"}) for m in others]
+    found = [differences(runs.where(**dict(zip(fields, kind, strict=True))), pairs, pooled) for kind in kinds]
+    shown, gains, bars, gain_bars = [], [0.0], [], []
     for i, (data, epsilon) in enumerate(cells):
         left, right = axes[2 * i:2 * i + 2]
         cell = runs.where(data=data, epsilon=epsilon)
-        shown, gains, bars, gain_bars = [], [0.0], [], []
         for k, kind in enumerate(kinds):
             here = cell.where(**dict(zip(fields, kind, strict=True)))
             for r, m in enumerate(methods):
@@ -436,14 +517,12 @@ def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str
                 shown.append(e.mean)
                 bars.append(e)
                 if m in others:
-                    gain = here.lead({"method": m}, {"method": "dp-sgd"})
+                    gain = found[k].get((data, epsilon, others.index(m)), stats.NOTHING)
                     point(right, k * step + r, gain, m, horizontal=True)
                     gains.append(gain.mean)
                     gain_bars.append(gain)
-        settle(left, shown, 0.15, room=2, intervals=bars, horizontal=True, within=plots.PERCENT)
-        settle(right, gains, 0.15, room=2, intervals=gain_bars, horizontal=True)
         plots.none_band(right, horizontal=True, margin=0.0)
-        plots.better(right)
+        plots.better(right, "better than DP-SGD")
         for ax in (left, right):
             ax.set_ylim(len(kinds) * step - 0.6, -1.0)
             ax.grid(axis="y", visible=False)
@@ -457,8 +536,11 @@ def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str
         left.set_title(short if "model" in fields else title(cell, data, epsilon), loc="left")
         left.set_xlabel("test accuracy, %")
         right.set_xlabel("points above DP-SGD")
+    for left, right in zip(axes[::2], axes[1::2], strict=True):  # one scale for all cells
+        settle(left, shown, 0.15, room=2, intervals=bars, horizontal=True, within=plots.PERCENT)
+        settle(right, gains, 0.15, room=2, intervals=gain_bars, horizontal=True)
     plots.headline(figure, head, methods)
-    plots.note(figure, notes(interval_note(runs), "differences paired by seed", said))
+    plots.note(figure, notes(interval_note(runs), SHARED, "right: differences paired by seed", said))
     return figure
 
 
@@ -475,14 +557,23 @@ def whole(runs: Runs, table: Runs) -> Figure:
     """The whole private set beside the subset of Table 2, in the cells that both have."""
     both = runs + Runs([c for c in table.configs if (c.data, c.epsilon) in runs.cells()
                         and c.method in runs.methods() and c.seed in runs.values("seed")], table.found)
-    return by_setting(both if len(runs) else runs, ("N",), lambda v: f"N = {v[0]:,}" if v[0] else "N: all",
-                    "Does it matter that the runs are on a subset of the private set?")
+    most = max((math.inf if c.N is None else c.N for c in runs.configs), default=math.inf)
+
+    def name(v: tuple) -> str:
+        size = math.inf if v[0] is None else v[0]
+        return ("whole set" if size >= most else "subset") + (f",\nN = {v[0]:,}" if v[0] else "")
+
+    return by_setting(both if len(runs) else runs, ("N",), name,
+                    "Does it matter that the runs are on a subset of the private set?", pooled=True)
 
 
 # ---- Notebook 02: accuracy against steps (Figure 2) ------------------------------------------------------------------
 
 def convergence(runs: Runs) -> Figure:
     """Figure 2, and the lead over the best baseline at each budget."""
+    holds = marks_held(runs.where(method=[*runs.baselines(), "dp-ngd"]), rules.higher_at_every_budget) \
+        if len(runs) else set()
+
     def side(ax, here: Runs, budgets: list) -> str:
         shown, bars = [0.0], []
         ours = [m for m in ("dp-ngd", FREE) if m in here.methods()]
@@ -492,17 +583,20 @@ def convergence(runs: Runs) -> Figure:
             at = [T * 1.05 ** (k - (len(ours) - 1) / 2) for T, e in found if e.n]
             bars += [e for _, e in found if e.n]
             ax.plot(at, [e.mean for _, e in found if e.n], color=colour(m), lw=1.2)
-            for x, (_, e) in zip(at, [f for f in found if f[1].n], strict=True):
+            for x, (T, e) in zip(at, [f for f in found if f[1].n], strict=True):
                 point(ax, x, e, m, ms=5)
                 shown.append(e.mean)
+                if m == "dp-ngd" and f"{rules.cell_name(here.cells()[0])} T={T}" in holds:
+                    plots.tick(ax, x, e.mean)
         settle(ax, shown, 0.25, room=2, intervals=bars)
         plots.none_band(ax, margin=0.0)
         plots.better(ax, up=True)
-        ax.set_ylabel("points")
-        return "lead over the best baseline there"
+        ax.set_ylabel("points above the best at that budget")
+        return "lead over the best baseline"
 
     return curves(runs, "T", "steps of the whole run", "Accuracy against the step budget (Figure 2)", side, peak=True,
-                  said="every point is a full run whose noise spends exactly ε at its last step")
+                  said=("every point is a full run whose noise spends exactly ε at its last step; "
+                        + (HELD_NOTE if holds else EACH)))
 
 
 # ---- Notebook 03: public images (Figure 3) ---------------------------------------------------------------------------
@@ -534,11 +628,13 @@ def sizes(runs: Runs) -> Figure:
 
 def sources(runs: Runs) -> Figure:
     """DP-NGD with each public set, in points above DP-SGD."""
-    groups = [(" + ".join(map(sets.label, source.split("+"))), {"method": m, "public": source})
-              for source in runs.values("public") for m in runs.methods() if m != "dp-sgd"]
-    return dots(runs, groups, "DP-NGD's lead over DP-SGD by what the public images are", against={"method": "dp-sgd"},
-                xlabel="points above DP-SGD", better="DP-NGD better",
-                said="differences paired by seed; 500 public images")
+    rows = [Row(" + ".join(map(sets.label, source.split("+"))), {"method": m, "public": source}, {"method": "dp-sgd"},
+                m) for source in runs.values("public") for m in runs.methods() if m != "dp-sgd"]
+    sizes = runs.values("public_size")
+    count = f"{sizes[0]:,} public images each" if len(sizes) == 1 else ""
+    patches = "photographs: patches of two of scikit-learn's" if "photos" in runs.values("public") else ""
+    return dots(runs, rows, "DP-NGD's lead over DP-SGD by what the public images are", pooled=False,
+                xlabel="DP-NGD minus DP-SGD, points", better="DP-NGD better", said=notes(count, patches).rstrip("."))
 
 
 @plots.themed
@@ -584,51 +680,40 @@ TITLES = {"ablation_decoupling": "Curvature from public images against curvature
         "kl_maps": "Which part does the work: the floor, the KL step or the maps"}
 
 
+NGD, PT, KL = "dp-ngd", "dp-sgd-pt", "dp-ngd-kl"
+PAIRS = {  # what the claims of these artifacts compare, in the order of the paper
+    "ablation_decoupling": ((NGD, PT), (PT, "dp-ngd-private-20"), (PT, "dp-ngd-private-50"),
+                            (NGD, "dp-ngd-private-20"), (NGD, "dp-ngd-private-50")),
+    "ablation_clipping": ((NGD, "dp-ngd-post"), ("dp-ngd-post", "dp-ngd-pre"), (NGD, "dp-ngd-pre")),
+    "kl_maps": ((KL, "dp-sgd-kl"), ("dp-sgd", "dp-sgd-kl"), (KL, "adadps-kl"), (KL, "dp-ngd-kl-one-sided"),
+                (KL, "dp-ngd-kl-post"), (NGD, "dp-ngd-auto"), (NGD, KL), (NGD, "dp-ngd-free"), (NGD, "dp-sgd")),
+}
+PLAIN = {  # what a label does not say, in a few words
+    "dp-ngd-private-20": "20% of the budget buys the curvature",
+    "dp-ngd-private-50": "half the budget buys the curvature",
+    "dp-ngd-pre": "clip the gradient, then F⁻¹", "dp-ngd-post": "F⁻¹ first, then clip",
+    "dp-ngd-one-sided": "whitened, never mapped back", "dp-ngd-kl-one-sided": "whitened, never mapped back",
+    "dp-ngd-kl-post": "F⁻¹ first, then clip", "dp-ngd-factor-clamp": "Kronecker factors clamped, not the product",
+    "dp-ngd-labels-exact": "Fisher summed over all classes", "dp-ngd-labels-random": "Fisher from random labels",
+    "dp-ngd-auto": "nothing new to tune", "dp-sgd-kl": "no curvature", "adadps-kl": "diagonal curvature",
+    "dp-ngd-kl": "no rate to tune", "dp-ngd-free": "no rate, no public data",
+}
+
+
 def arms(runs: Runs, artifact: str, equal: Runs | None = None) -> Figure:
-    """An ablation: DP-NGD's lead over every arm, the paper's hollow; `equal` are the arms at the equation's rate."""
-    groups = [(label(m), {"method": m}) for m in runs.methods() if m != "dp-ngd"]
-    band = artifact in ("ablation_ours", "kl_maps")
-    if equal is None or not len(equal):
-        return dots(runs, groups, TITLES[artifact], against={"method": "dp-ngd"}, sign=-1.0, paper=artifact, band=band,
-                    xlabel="DP-NGD's lead over it, points", better="DP-NGD better", said="differences paired by seed")
-    return _two_rates(runs, equal, groups, artifact)
+    """An ablation: the differences that its claims are about, the paper's hollow; `equal` are the arms at the
+    equation's rate."""
+    there = runs.methods()
+    found = [p for p in PAIRS.get(artifact, [(NGD, m) for m in there if m != NGD]) if p[0] in there and p[1] in there]
+    untuned = not all(METHODS[m].rate for m in there)  # then the others are told apart as tuned
 
+    def name(m: str) -> str:
+        return f"tuned {label(m)}" if untuned and m in (NGD, "dp-sgd") else label(m)
 
-@plots.themed
-def _two_rates(runs: Runs, equal: Runs, groups: list[tuple[str, dict]], artifact: str) -> Figure:
-    """Every arm at its own best rate, and below it the same arm at the rate that the equation gives."""
-    cells = runs.cells()
-    figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, height=1.75 + 0.62 * len(groups),
-                             sharey=True)
-    ours = {"method": "dp-ngd"}
-    beside = False
-    for ax, (data, epsilon) in zip(axes, cells, strict=True):
-        shown, bars = [0.0], []
-        for row, (_, fields) in enumerate(groups):
-            for source, at, look in ((runs, row - 0.22, {}), (equal, row, {"fmt": "|", "ms": 11, "mew": 2})):
-                here = source.where(data=data, epsilon=epsilon)
-                e = here.lead(ours, fields)
-                point(ax, at, e, fields["method"], horizontal=True, **look)
-                shown.append(e.mean)
-                bars.append(e)
-            theirs, zero = (paper_accuracy(artifact, m, data, epsilon) for m in (fields["method"], "dp-ngd"))
-            if theirs is not None and zero is not None:
-                hollow(ax, zero - theirs, row + 0.24, fields["method"])
-                shown.append(zero - theirs)
-                beside = True
-        ax.set_yticks(range(len(groups)), [text for text, _ in groups])
-        ax.set_ylim(len(groups) - 0.4, -0.6)
-        ax.grid(axis="y", visible=False)
-        settle(ax, shown, 0.2, room=2.0, intervals=bars, horizontal=True)
-        plots.none_band(ax, horizontal=True, margin=0.0)
-        plots.better(ax)
-        ax.set_title(title(runs, data, epsilon), loc="left")
-        ax.set_xlabel("DP-NGD's lead over it, points")
-    plots.headline(figure, TITLES[artifact])
-    plots.note(figure, notes(interval_note(runs), "differences paired by seed", "dot: the arm at its own best rate; "
-                             "tick below it: at the rate that the paper's equation gives", "hollow: the paper's "
-                             "difference, its own network" if beside else ""))
-    return figure
+    rows = [Row(f"{name(a)} minus {name(b)}" + (f"\n({PLAIN[b]})" if b in PLAIN else ""), {"method": a}, {"method": b},
+                b) for a, b in found]
+    return dots(runs, rows, TITLES[artifact], equal=equal, paper=artifact, better="the first is better",
+                band=artifact in ("ablation_ours", "kl_maps"), said="mark and colour: the second method of the row")
 
 
 @plots.themed
@@ -679,15 +764,16 @@ def bound(runs: Runs) -> Figure:
 
 def releases(runs: Runs) -> Figure:
     """Private curvature by how often it is released, in points above DP-SGD-PT."""
-    groups = {}
-    for c in runs.configs:
+    rows = {}
+    usual = next(row["value"] for row in published()["setup"]["values"] if row["name"] == "T_cur")
+    for c in sorted(runs.configs, key=lambda c: (list(METHODS).index(c.method), c.T_cur or 0)):
         if c.T_cur is not None:
             count = math.ceil(c.T / c.T_cur)
-            groups[f"{label(c.method)}, {count} release{'s' if count > 1 else ''}"] = {"method": c.method,
-                                                                                       "T_cur": c.T_cur}
-    return dots(runs, list(groups.items()), "Curvature paid from the budget, by how often it is released",
-                against={"method": "dp-sgd-pt"}, xlabel="points above DP-SGD-PT", better="better than DP-SGD-PT",
-                said="differences paired by seed")
+            text = f"{label(c.method)}, {count} release{'s' if count > 1 else ''}"
+            rows[c.method, c.T_cur] = Row(text + ("\n(as in Table 3)" if c.T_cur == usual else ""),
+                                          {"method": c.method, "T_cur": c.T_cur}, {"method": PT}, c.method)
+    return dots(runs, list(rows.values()), "Curvature paid from the budget, by how often it is released", pooled=False,
+                xlabel="points above DP-SGD-PT", better="better than DP-SGD-PT")
 
 
 @plots.themed
