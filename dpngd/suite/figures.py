@@ -46,9 +46,10 @@ from dpngd.training.config import RunConfig
 if TYPE_CHECKING:
     from dpngd.suite.motivation import Valley
 
-PHASES = {"gradients": "per-sample gradients", "whitening": "norms and maps", "mechanism": "norms, maps, sums, noise",
+PHASES = {"gradients": "per-sample gradients", "whitening": "whitening", "mechanism": "clip, sum, noise",
           "curvature": "curvature or basis", "step": "length of the step", "rest": "rest"}
-AXES = {"T_cur": "T_cur: steps between estimates", "p": "p: exponent", "T1": "T1: warm-up share"}
+HATCHES = dict(zip(PHASES, ("", "////", "....", "xxxx", "||||", ""), strict=True))  # the shade differs by method
+AXES = {"T_cur": "T_cur: steps between refreshes", "p": "p: exponent", "T1": "T1: warm-up share"}
 FREE = "dp-ngd-free"
 
 
@@ -283,16 +284,18 @@ def trajectories(valley: Valley) -> Figure:
     figure, axes = plots.new(3, width=WIDTH, height=3.9)
     levels = np.geomspace(valley.loss.min() * 1.002, valley.loss.max(), 16)
     n, T = next(iter(valley.every.values())).shape[0], len(next(iter(valley.paths.values()))) - 1
-    for ax, (method, path) in zip(axes, valley.paths.items(), strict=False):
+    for ax, method in zip(axes, valley.paths, strict=False):
         ax.grid(False)
         ax.contour(*valley.axes, valley.loss, levels=levels, colors="#C4C4C4", linewidths=0.7)
-        for other in valley.every[method][1:]:
+        for other in valley.every[method]:
             ax.plot(*other.T, color=colour(method), lw=0.6, alpha=0.35)
+        path = valley.every[method].mean(0)
         ax.plot(*path.T, color=colour(method), lw=1.6, marker=".", ms=4)
         ax.plot(*path[0], "o", mfc="white", mec=INK, zorder=5)
         ax.plot(*valley.optimum, "*", color=INK, ms=11, zorder=5)
         ax.annotate("start", path[0], xytext=(-4, -12), textcoords="offset points", fontsize=8, ha="right")
-        ax.annotate("θ*", valley.optimum, xytext=(6, 5), textcoords="offset points", fontsize=9)
+        ax.annotate("θ*", valley.optimum, xytext=(-8, -4), textcoords="offset points", fontsize=9, ha="right",
+                    va="top")  # below the valley: the paths come from the right and end above
         ax.set_title(label(method), color=colour(method), loc="left")
         ax.set_xlabel("θ₁")
     axes[0].set_ylabel("θ₂")
@@ -304,15 +307,18 @@ def trajectories(valley: Valley) -> Figure:
         axes[2].plot(mean, color=colour(method), lw=2.2)
         ends.append((T, float(mean[-1]), label(method), colour(method)))
     floor = min(loss.min() for loss in valley.losses.values())
-    axes[2].set_ylim(0.93 * floor, 1.03 * max(loss[:, 0].max() for loss in valley.losses.values()))
+    axes[2].axhline(valley.lowest, color=INK, lw=1, ls=":")
+    axes[2].annotate("loss at the minimum θ*", (0.02, valley.lowest), xycoords=("axes fraction", "data"),
+                     xytext=(0, -3), textcoords="offset points", va="top", fontsize=8)
+    axes[2].set_ylim(0.93 * min(floor, valley.lowest), 1.03 * max(loss[:, 0].max() for loss in valley.losses.values()))
     end_labels(axes[2], ends)
     axes[2].set_title("training loss", loc="left")
     axes[2].set_xlabel("step")
     plots.headline(figure, f"{T} private steps in a narrow valley, ε = {valley.epsilon:g} (Figure 1)"
                    if valley.sigma else f"{T} steps in a narrow valley, without noise")
     plots.note(figure, f"Two-class logistic model with two weights, the same privacy and start for both. {n} draws of "
-                       "batches and noise: one thick with its steps, the others thin; loss: the mean is thick. "
-                       "Clipping moves the point of rest away from θ*, with and without noise.")
+                       "batches and noise: each thin, their mean thick. Clipping moves the point of rest away from θ*, "
+                       "with and without noise: DP-NGD passes it.")
     return figure
 
 
@@ -325,8 +331,8 @@ def theorem(theory: Theory) -> Figure:
                 color=colour("dp-ngd"))
     left.set_title("noise follows F⁻¹", loc="left")
     left.set_xlabel("eigenvalue of the clamped F")
-    left.set_ylabel("variance of the update")
-    left.annotate("line: σ²C²/(B²λ), Theorem 1", (0.04, 0.06), xycoords="axes fraction", fontsize=8)
+    left.set_ylabel("variance of the update at η = 1")
+    left.annotate("line: σ²C²/(B²λ), Theorem 1 at η = 1", (0.04, 0.06), xycoords="axes fraction", fontsize=8)
     for clipped, ink, marker in ((True, colour("dp-ngd"), "o"), (False, SOFT, "x")):
         rows = [r for r in theory.kl if r["clipped"] is clipped]
         if rows:
@@ -334,6 +340,9 @@ def theorem(theory: Theory) -> Figure:
                         ms=4, color=ink, label="clipped" if clipped else "not clipped")
     top = max(1.3, 1.15 * max(r["realised"] / r["bound"] for r in theory.kl))
     middle.plot([0, top], [0, top], color="#999999", lw=0.8)
+    middle.annotate("KL = quadratic form", (0.02, 0.02), xytext=(0, 4), textcoords="offset points", fontsize=7.5,
+                    color=SOFT, rotation=math.degrees(math.atan(1.4 / top)), rotation_mode="anchor",
+                    ha="left", va="bottom")
     middle.axvline(1, color=INK, lw=1)
     middle.annotate("the radius\nη²C²/2", (1, 0), xytext=(3, 4), textcoords="offset points", fontsize=8)
     middle.set_xlim(0, 1.4)
@@ -348,11 +357,14 @@ def theorem(theory: Theory) -> Figure:
     right.annotate("DP-SGD's bound", (0.05, 1), xycoords=("axes fraction", "data"), xytext=(0, -10),
                    textcoords="offset points", fontsize=8)
     right.set_title("a lower floor, a longer step", loc="left")
-    right.set_xlabel("floor / λ_safe")
+    right.set_xlabel(r"floor / $\lambda_\mathrm{safe}$")
     right.set_ylabel("E‖Δθ‖² / bound")
     plots.headline(figure, "Theorem 1, the KL radius and the safety bound, measured")
+    terms = sorted(c.terms for c, _, _ in theory.spectrum)
     plots.note(figure, "Small network on digits, public images: patches of two photographs. Left: bins of the "
-                       f"spectrum, each a mean over draws of noise. Middle: {len(theory.kl)} samples. "
+                       "spectrum, each a mean over draws of noise; by chance alone a dot lies off the line by "
+                       f"{100 * math.sqrt(2 / terms[-1]):.2g}% (most directions) to "
+                       f"{100 * math.sqrt(2 / terms[0]):.2g}% (fewest). Middle: {len(theory.kl)} samples. "
                        "Right: one seed's steps.")
     return figure
 
@@ -364,12 +376,12 @@ def schedule(lambda_safe: float, lambda_base: float, T: int, T1: float = 0.1, p:
     floor = DynamicFloor(lambda_safe, lambda_base, T, T1, p)
     t = np.linspace(0, T, 400)
     ax.plot(t, [floor(x) for x in t], color=colour("dp-ngd"), lw=2)
-    for value, name in ((lambda_safe, "λ_safe"), (lambda_base, "λ_base")):
+    for value, name in ((lambda_safe, r"$\lambda_\mathrm{safe}$"), (lambda_base, r"$\lambda_\mathrm{base}$")):
         ax.axhline(value, color="#999999", lw=0.8, ls=":")
         ax.annotate(f"{name} = {value:g}", (0.5 * T, value), xytext=(0, 3), textcoords="offset points", fontsize=8,
                     ha="center")
     ax.set_ylim(0, 1.2 * lambda_safe)
-    ax.set_ylabel("floor λ_t")
+    ax.set_ylabel(r"floor $\lambda_t$")
     ax.set_xlabel("step t")
     plots.headline(figure, f"The clamping floor: T = {T}, T1 = {T1:g} T, p = {p:g}")
     return figure
@@ -601,9 +613,14 @@ def convergence(runs: Runs) -> Figure:
 
 # ---- Notebook 03: public images (Figure 3) ---------------------------------------------------------------------------
 
+def _public_size() -> int:
+    """The paper's number of public images, which all other runs have."""
+    return next(row["value"] for row in published()["setup"]["values"] if row["name"] == "public_size")
+
+
 def sizes(runs: Runs) -> Figure:
     """Figure 3, and the change from the default number of public images."""
-    images = next(row["value"] for row in published()["setup"]["values"] if row["name"] == "public_size")
+    images = _public_size()
 
     def side(ax, here: Runs, sizes: list) -> str:
         shown, bars, methods = [0.0], [], here.methods()
@@ -623,7 +640,8 @@ def sizes(runs: Runs) -> Figure:
         return f"change from {images} images"
 
     return curves(runs, "public_size", "public images", "Accuracy against the number of public images (Figure 3)", side,
-                  said=f"grey: within ±{stats.MARGIN:g} point")
+                  said=f"right: the others are compared with {images} images, which therefore have no bar; grey: "
+                       f"within ±{stats.MARGIN:g} point")
 
 
 def sources(runs: Runs) -> Figure:
@@ -643,7 +661,7 @@ def pretraining(runs: Runs) -> Figure:
     head = "DP-SGD-PT with few and with many public images, by pre-training steps"
     if not len(runs):
         return plots.nothing(head)
-    cells = runs.cells()
+    cells, images = runs.cells(), _public_size()
     figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, height=3.7, sharey=True)
     for ax, (data, epsilon) in zip(axes, cells, strict=True):
         here, shown, bars, ends = runs.where(data=data, epsilon=epsilon), [], [], []
@@ -658,7 +676,8 @@ def pretraining(runs: Runs) -> Figure:
                 shown.append(e.mean)
                 bars.append(e)
             if found:
-                ends.append((found[-1][0], found[-1][1].mean, f"{size:,} images", INK))
+                usual = "\n(as elsewhere)" if size == images else ""
+                ends.append((found[-1][0], found[-1][1].mean, f"{size:,} images{usual}", INK))
         ax.set_xscale("log")
         ax.set_xticks(here.values("pt_steps"), [f"{v:,g}" for v in here.values("pt_steps")])
         ax.minorticks_off()
@@ -754,7 +773,7 @@ def bound(runs: Runs) -> Figure:
             panel.set_xscale("log")
             panel.set_xticks(list(rows), [f"{f:g}" for f in rows])
             panel.minorticks_off()
-            panel.set_xlabel("factor on the rate")
+            panel.set_xlabel("rate / the equation's rate")
     plots.headline(figure, head)
     plots.note(figure, notes(interval_note(runs), "factor 1: the rate that the equation gives", "a "
                              "diverged run counts as chance", "right: share with its Clopper-Pearson interval; "
@@ -778,50 +797,96 @@ def releases(runs: Runs) -> Figure:
 
 @plots.themed
 def floors(runs: Runs) -> Figure:
-    """Figure 4: training loss under three floors; beside it the floor and the share of eigenvalues that lie on it."""
+    """Figure 4: training loss under three floors and the difference of two of them, which is what the claim is about;
+    below them the floor and the share of eigenvalues that lie on it."""
     where = "; ".join(title(runs, d, e) for d, e in runs.cells())
     head = f"Three clamping floors over a run (Figure 4): {where}"
     if not len(runs):
         return plots.nothing(head)
-    figure, (left, middle, right) = plots.new(3, width=10, height=4.0, width_ratios=(1.25, 1, 1))
+    figure, (left, gap, middle, right) = plots.new(2, 2, width=WIDTH, height=6.2)
     marks, top, lost = [], [], []
     for m in runs.methods():
         records = runs.where(method=m).records
         if not records:
             continue
-        name, line = ("dynamic floor" if m == "dp-ngd" else label(m)), ":" if m == "dp-ngd-no-floor" else "-"
+        name, line, ink = ("dynamic floor" if m == "dp-ngd" else label(m)), "-", colour(m)
+        if m == "dp-ngd-no-floor":
+            line, ink = ":", SOFT  # both arms are blue: here they share a panel
         steps, losses = _rows([[*enumerate(r["train_loss"], 1)] for r in records])
-        marks.append(Line2D([], [], color=colour(m), ls=line, lw=2, label=name))
+        marks.append(Line2D([], [], color=ink, ls=line, lw=2, label=name))
         for row in losses:
-            left.plot(steps, row, line, color=colour(m), lw=0.4, alpha=0.4)
+            left.plot(steps, row, line, color=ink, lw=0.4, alpha=0.4)
         mean = np.nanmean(losses, 0)
         if np.nanmax(losses) < 10 * np.nanmax(losses[:, 0]):
-            left.plot(steps, mean, line, color=colour(m), lw=2)
+            left.plot(steps, mean, line, color=ink, lw=2)
             top.append(np.nanmax(losses))
         else:
             nan = sum(r["status"] == "diverged" for r in records)
-            lost.append(f"{name}: loss up to {np.nanmax(losses):.0e}, {nan} of {len(records)} runs diverged")
+            lost.append(f"{name}: loss up to {_about(np.nanmax(losses))},\n{nan} of {len(records)} runs diverged")
         for ax, key, scale in ((middle, "lambda_t", 1.0), (right, "clamped_share", 100.0)):
             if m == "dp-ngd-no-floor":
                 break  # it has none
             steps, values = _rows([[(a["step"], a.get(key)) for a in r["diagnostics"].get("along", [])]
                                    for r in records])
             if len(steps) and not np.isnan(values).all():
-                ax.plot(steps, scale * np.nanmean(values, 0), color=colour(m), lw=2, marker=".")
+                ax.plot(steps, scale * np.nanmean(values, 0), color=ink, lw=2, marker=".")
     if top:
         left.set_ylim(0, 1.2 * max(top))
-    for text in lost:
-        left.annotate(text, (0.03, 0.98), xycoords="axes fraction", va="top", fontsize=8, color=INK)
-    for ax, text in ((left, "training loss"), (middle, "floor λ_t"), (right, "eigenvalues on the floor, %")):
+    if lost:
+        left.annotate("\n".join(lost), (0.98, 0.97), xycoords="axes fraction", ha="right", va="top", fontsize=8,
+                      color=SOFT)  # the curves fall: this corner is free
+    _loss_gap(gap, runs)
+    for ax, text in ((left, "training loss"), (gap, "fixed minus dynamic: training loss, nats"),
+                     (middle, "floor $\\lambda_t$"), (right, "eigenvalues on the floor, %")):
         ax.set_title(text, loc="left")
         ax.set_xlabel("step")
     middle.set_ylim(bottom=0)
     middle.margins(y=0.2)
     right.margins(y=0.2)
+    cut = right.get_ylim()[0] > 0
+    if cut:
+        right.annotate(f"this axis starts at {right.get_ylim()[0]:.1f}%", (0.98, 0.03), xycoords="axes fraction",
+                       ha="right", fontsize=7.5, color=SOFT)
+        right.set_ylim(right.get_ylim())
     plots.headline(figure, head, marks=marks)
-    plots.note(figure, notes(f"Thick: mean of {seeds_note(runs)}; thin: each of them", "left: the private training "
-                             "loss, shown because the data set is a public benchmark"))
+    plots.note(figure, notes(f"Thick: mean of {seeds_note(runs)}; thin: each of them", "the losses are private, shown "
+                             "because the data set is a public benchmark", "difference: paired by seed, mean of the "
+                             "last twentieth of the steps, with its 95% interval over seeds; above 0 the dynamic floor "
+                             "is better"))
     return figure
+
+
+def _about(x: float) -> str:
+    """A large number in a few digits: 80,000."""
+    return f"{float(f'{x:.1g}'):,.0f}" if x < 1e9 else f"{x:.0e}"
+
+
+def _loss_gap(ax, runs: Runs) -> None:
+    """The loss with a fixed floor less that with the dynamic one, by seed, as a running mean; in words what the claim
+    has of it."""
+    pair = ("dp-ngd", "dp-ngd-fixed-floor")
+    dynamic, fixed = ({(c.data, c.epsilon, c.seed): r["train_loss"] for c, r in runs.where(method=m).each()
+                       if r["status"] != "diverged"} for m in pair)
+    both = [[*enumerate(np.subtract(*(np.array(x[k], dtype=float) for x in (fixed, dynamic))), 1)]
+            for k in fixed if k in dynamic and len(fixed[k]) == len(dynamic[k])]
+    if not both:
+        plots.not_run(ax)
+        return
+    steps, table = _rows(both)
+    window = max(1, len(steps) // 20)
+    smooth = np.stack([np.nanmean(table[:, max(0, t - window):t], 1) for t in range(1, len(steps) + 1)], 1)
+    means = [stats.mean(list(column), "difference") for column in smooth.T]
+    ax.plot(steps, [e.mean for e in means], color=INK, lw=1.6)
+    if len(both) > 1:
+        ax.fill_between(steps, [e.low for e in means], [e.high for e in means], color=SOFT, alpha=0.25, lw=0)
+    ax.axhline(0, color=INK, lw=0.8)
+    plots.better(ax, "dynamic floor better", up=True)
+    for part in rules.lower_loss(*pair)(runs).parts:
+        said = f"after the first quarter: {rules.part_said(part, '', 3)}"
+        ax.annotate(said, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=8, color=INK)
+        break
+    low, high = ax.get_ylim()
+    ax.set_ylim(low - 0.12 * (high - low), high + 0.12 * (high - low))
 
 
 def _rows(series: list[list[tuple[int, float | None]]]) -> tuple[list[int], np.ndarray]:
@@ -858,7 +923,7 @@ def overhead(runs: Runs) -> Figure:
             start = 0.0
             for phase, ink in zip(used, plots.shades(colour(m), len(used)), strict=True):
                 value = 1e3 * totals[m].get(phase, 0.0)
-                ax.barh(row, value, left=start, color=ink, height=0.66, edgecolor="white", lw=0.5)
+                ax.barh(row, value, left=start, color=ink, height=0.66, edgecolor="white", lw=0.5, hatch=HATCHES[phase])
                 start += value
             times = f" ({1e-3 * start / base:.2f}×)" if base and start else ""
             ax.annotate(f"{start:.0f} ms{times}" if start else "not timed beside the others", (start, row),
@@ -876,7 +941,7 @@ def overhead(runs: Runs) -> Figure:
         for panel in (ax, right):
             panel.set_ylim(len(methods) - 0.4, -0.6)
             panel.grid(axis="y", visible=False)
-            panel.margins(x=0.28)
+            panel.margins(x=0.28 if panel is right else 0.2)
         ax.set_yticks(range(len(methods)), [label(m) for m in methods])
         right.set_yticks([])
         ax.set_title(f"ours, one CPU core: {title(here, data)}", loc="left")
@@ -886,10 +951,11 @@ def overhead(runs: Runs) -> Figure:
             right.set_title(f"the paper, RTX 3090: {published()['utility_table']['models'][data]}", loc="left")
         else:
             right.set_axis_off()
-    plots.headline(figure, head, marks=[Patch(color=ink, label=PHASES[p]) for p, ink in
-                                        zip(used, plots.shades("#333333", len(used)), strict=True)])
+    greys = plots.shades("#333333", len(used))
+    plots.headline(figure, head, marks=[Patch(facecolor=ink, edgecolor="white", hatch=HATCHES[p], label=PHASES[p])
+                                        for p, ink in zip(used, greys, strict=True)])
     plots.note(figure, notes(f"Means of {seeds_note(runs)} that every method was run with on one machine", "in "
-                             "brackets: times DP-SGD-PT's step; the shade is the phase, the colour the method", "the "
+                             "brackets: times DP-SGD-PT's step; hatch and shade: phase; colour: method", "the "
                              "paper's seconds are a GPU's: only the ratios may be compared"))
     return figure
 
@@ -937,8 +1003,11 @@ def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
         settle(ax, shown, 0.2, room=3, intervals=bars)
         plots.none_band(ax)
     axes[0].set_ylabel("points above the default")
-    plots.headline(figure, head)
-    plots.note(figure, notes(interval_note(runs), "differences paired by seed", "hollow: the paper's, on ResNet-20",
+    ours = Line2D([], [], color=colour("dp-ngd"), marker=METHODS["dp-ngd"].marker, lw=0, ms=6, label="ours")
+    theirs = Line2D([], [], color=colour("dp-ngd"), marker=METHODS["dp-ngd"].marker, mfc="white", lw=0, ms=6.5,
+                    label="the paper, on ResNet-20")
+    plots.headline(figure, head, marks=[ours, theirs])
+    plots.note(figure, notes(interval_note(runs), "differences paired by seed; the default is their zero",
                              f"grey: within ±{stats.MARGIN:g} point"))
     return figure
 
@@ -991,4 +1060,10 @@ def trials(runs: Runs) -> Figure:
 def canary(stored: dict) -> Figure:
     """Scores of a release with a canary and without it, per method, beside what sigma allows (results/audit.json)."""
     with matplotlib.rc_context(plots.style()):
-        return draw_canary(stored["canary"])
+        figure = draw_canary(stored["canary"], {name: m.label for name, m in METHODS.items()})
+        plots.note(figure, "Each method makes as many releases of one batch with the canary in it as without, and a "
+                           "score tells them apart as well as can be. An estimate may lie on either side of what σ "
+                           "allows: the audit fails where even a lower bound at level "
+                           f"{stored['level']:.0e} is above it.")
+        plots.stamp(figure, f"dpngd {stored['version']} audit, commit {stored['commit']}")
+        return figure
