@@ -1,4 +1,5 @@
-"""The canary's figure: the scores of a release with the canary and without it, beside what sigma allows.
+"""The canary's figure: the scores of releases with the canary and without it, and how far apart they are for every
+subject, beside what sigma allows.
 
 It draws what `Report.to_dict` stores (counts, not scores), so that a stored audit is drawn as a new one is. Needs
 matplotlib, and no torch.
@@ -32,27 +33,64 @@ def counts(inside: Sequence[float], outside: Sequence[float], claim: float) -> d
     return {"claim": claim, "low": low, "high": high, "in": count(inside), "out": count(outside)}
 
 
-def draw(canaries: Mapping[str, Mapping[str, Any]]) -> Any:
-    """A matplotlib figure, a row per subject: scores with the canary and without, two normal curves 1/sigma apart."""
+def distance(c: Mapping[str, Any]) -> tuple[float, float]:
+    """How far apart the two means are in units of the deviation that both share, from the counts, and half of its 95%
+    interval, which has the errors of the means and of that deviation."""
+    width = (c["high"] - c["low"]) / BINS
+    means, squares, total = {}, 0.0, 0
+    for key in ("in", "out"):
+        values = [(c["low"] + (i + 0.5) * width, n) for i, n in enumerate(c[key])]
+        count = max(1, sum(c[key]))
+        means[key] = sum(n * v for v, n in values) / count
+        squares += sum(n * (v - means[key]) ** 2 for v, n in values)
+        total += count
+    deviation = math.sqrt(squares / total - width**2 / 12) if squares > total * width**2 / 6 else 1.0  # of the bins too
+    at = (means["in"] - means["out"]) / deviation
+    return at, 1.96 * math.sqrt(4 / total + at**2 / (2 * total))
+
+
+def draw(canaries: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str] | None = None) -> Any:
+    """A matplotlib figure: above, the scores of one subject with the canary and without it, and two normal curves
+    1/sigma apart; below, a row per subject with the distance that was measured over the one that sigma allows."""
     try:
         from matplotlib.figure import Figure  # late: only the figure needs it
     except ModuleNotFoundError:
         raise UsageError("the figure needs matplotlib: pip install matplotlib") from None
     if not canaries:
         raise UsageError("no canary was scored: audit at least one method, or the Opacus optimizer")
-    figure = Figure(figsize=(6, 0.45 * len(canaries) + 1.1), layout="constrained")
-    axes = figure.subplots(len(canaries), 1, sharex=True, squeeze=False)[:, 0]
-    for ax, (name, c) in zip(axes, canaries.items(), strict=True):
-        width = (c["high"] - c["low"]) / BINS
-        middles = [c["low"] + (i + 0.5) * width for i in range(BINS)]
-        for key, centre, colour in (("out", 0.0, "#999999"), ("in", c["claim"], "#222222")):
-            total = max(1, sum(c[key]))
-            ax.bar(middles, [n / total / width for n in c[key]], width, color=colour, alpha=0.4, label=key)
-            ax.plot(middles, [math.exp(-((x - centre) ** 2) / 2) / math.sqrt(2 * math.pi) for x in middles],
-                    color=colour, lw=1)
-        ax.set_yticks([])
-        ax.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
-        ax.spines[["left", "right", "top"]].set_visible(False)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
-    axes[-1].set_xlabel("canary's score in units of its deviation; curves: what sigma allows")
+    said = {name: (labels or {}).get(name, name) for name in canaries}
+    above, below = 2.0, 0.21 * len(canaries) + 0.5
+    figure = Figure(figsize=(7.2, above + below + 1.3), layout="constrained")
+    top, rows = figure.subplots(2, 1, height_ratios=(above, below))
+    shown = "dp-ngd" if "dp-ngd" in canaries else next(iter(canaries))
+    c = canaries[shown]
+    width = (c["high"] - c["low"]) / BINS
+    middles = [c["low"] + (i + 0.5) * width for i in range(BINS)]
+    for key, centre, ink, text in (("out", 0.0, "#999999", "canary not in the batch"),
+                                   ("in", c["claim"], "#222222", "canary in the batch")):
+        total = max(1, sum(c[key]))
+        top.bar(middles, [n / total / width for n in c[key]], width, color=ink, alpha=0.4, label=text)
+        top.plot(middles, [math.exp(-((x - centre) ** 2) / 2) / math.sqrt(2 * math.pi) for x in middles], color=ink,
+                 lw=1)
+    top.set_yticks([])
+    top.set_title(f"{said[shown]}: {sum(c['in']):,} + {sum(c['out']):,} releases, σ = {1 / c['claim']:.3f}; curves: "
+                  "what σ allows", loc="left", fontsize=9)
+    top.set_xlabel("score, in units of its deviation")
+    top.legend(loc="upper left", bbox_to_anchor=(0, 1.0), frameon=False, fontsize=8)
+    top.set_ylim(0, 0.62)  # room for the legend above curves that end at 0.4
+    for i, found in enumerate(canaries.values()):
+        at, half = distance(found)
+        rows.errorbar([at / found["claim"]], [i], xerr=[half / found["claim"]], fmt="o", color="#222222", ms=4, lw=1.1,
+                      capsize=2)
+    rows.axvline(1.0, color="#222222", lw=1, ls=":")
+    rows.set_yticks(range(len(canaries)), list(said.values()), fontsize=8)
+    rows.set_ylim(len(canaries) - 0.4, -0.6)
+    rows.grid(axis="y", visible=False)
+    rows.set_title("distance of the two means, with its 95% interval", loc="left", fontsize=9)
+    rows.set_xlabel("measured distance / the largest that σ allows, 1/σ (dotted)")
+    for ax in (top, rows):
+        ax.spines[["right", "top"]].set_visible(False)
+    top.spines["left"].set_visible(False)
+    figure.suptitle("Can a release show that one sample was in it?", x=0.008, ha="left", fontsize=10.5,
+                    fontweight="bold")
     return figure

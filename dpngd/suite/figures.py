@@ -9,7 +9,8 @@ is better on the right (or above), and the axis says so. Runs that do not exist 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -22,10 +23,20 @@ from dpngd.audit.figure import draw as draw_canary
 from dpngd.clamping import DynamicFloor
 from dpngd.data import sets
 from dpngd.methods import METHODS
-from dpngd.suite import plots, stats
+from dpngd.suite import plots, rules, stats
 from dpngd.suite.params import published
 from dpngd.suite.plots import INK, SOFT, WIDTH, colour, end_labels, hollow, label, point, settle
-from dpngd.suite.rules import Curves, Theory, best_baseline, broken_bounds, round_one, side_by_side, unstable
+from dpngd.suite.rules import (
+    Curves,
+    Theory,
+    above,
+    best_baseline,
+    broken_bounds,
+    estimated,
+    round_one,
+    side_by_side,
+    unstable,
+)
 from dpngd.suite.runs import Runs, step_phases
 from dpngd.suite.story import missing
 from dpngd.suite.tables import leads, paper_accuracy
@@ -35,17 +46,19 @@ from dpngd.training.config import RunConfig
 if TYPE_CHECKING:
     from dpngd.suite.motivation import Valley
 
-PHASES = {"gradients": "per-sample gradients", "whitening": "norms and maps", "mechanism": "norms, maps, sums, noise",
+PHASES = {"gradients": "per-sample gradients", "whitening": "whitening", "mechanism": "clip, sum, noise",
           "curvature": "curvature or basis", "step": "length of the step", "rest": "rest"}
-AXES = {"T_cur": "T_cur: steps between estimates", "p": "p: exponent", "T1": "T1: warm-up share"}
+HATCHES = dict(zip(PHASES, ("", "////", "....", "xxxx", "||||", ""), strict=True))  # the shade differs by method
+AXES = {"T_cur": "T_cur: steps between refreshes", "p": "p: exponent", "T1": "T1: warm-up share"}
 FREE = "dp-ngd-free"
 
 
 # ---- What several figures share --------------------------------------------------------------------------------------
 
 def title(runs: Runs, data: str, epsilon: float | None = None) -> str:
-    models = ", ".join(runs.where(data=data).values("model"))
-    return f"{sets.label(data)}" + (f", ε = {epsilon:g}" if epsilon else "") + f" ({models})"
+    models = runs.where(data=data).values("model")
+    network = ", ".join("small network" if m == "small" else m for m in models)
+    return ", ".join(p for p in (sets.label(data), f"ε = {epsilon:g}" if epsilon else "", network) if p)
 
 
 def papers_network(runs: Runs, data: str) -> bool:
@@ -76,50 +89,108 @@ def notes(*parts: str) -> str:
     return ". ".join(p[0].upper() + p[1:] for p in parts if p) + "."
 
 
+SHARED = "all methods share seeds and test images: judge a difference where it is drawn, not by bars that overlap"
+
+
+Fields = Mapping[str, Any]
+
+
+def differences(runs: Runs, pairs: Sequence[tuple[Fields, Fields]],
+                pooled: bool = True) -> dict[tuple[str, float, int], stats.Estimate]:
+    """(data set, epsilon, number of the pair) -> first less second. `pooled` as most claims have it: the variance over
+    seeds is shared by the epsilons of a data set. A bar must be the interval that its claim is decided by."""
+    places = [(d, e, k) for d, e in runs.cells() for k in range(len(pairs))]
+    found = estimated(above(runs.where(data=d, epsilon=e), "", *pairs[k], (d, k) if pooled else None)
+                      for d, e, k in places)
+    return {place: e for place, (_, e) in zip(places, found, strict=True)}
+
+
+def held(decision: rules.Decision) -> set[str]:
+    """The cells of a claim in which it holds after Holm, as its tally counts them; none while runs are missing."""
+    if decision.verdict is None or decision.word == stats.NOT_RUN:
+        return set()
+    p: dict[str, float] = {}
+    for part in decision.parts:
+        p[part.cell or part.name] = max(part.up, p.get(part.cell or part.name, 0.0))
+    everywhere = decision.word == stats.REPRODUCED
+    return {c for c, q in zip(p, stats.holm(list(p.values())), strict=True) if everywhere or q <= stats.ALPHA}
+
+
+def marks_held(runs: Runs, rule: rules.Rule) -> set[str]:
+    """`held`, but none on the digits: these runs show the suite at work and decide nothing."""
+    return set() if runs.values("data") == ["digits"] else held(rule(runs))
+
+
+EACH = "bars are 95% each, not corrected for their number"
+HELD_NOTE = f"{EACH}; ✓: above every baseline after Holm's correction, as the claim is decided"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of differences: first less second, in the look of a method."""
+
+    text: str
+    first: Fields
+    second: Fields
+    look: str
+
+
 @plots.themed
-def dots(runs: Runs, groups: list[tuple[str, dict]], head: str, *, against: dict | None = None, sign: float = 1.0,
-         paper: str | None = None, band: bool = False, xlabel: str = "", better: str = "", said: str = "") -> Figure:
-    """Rows of means with intervals, a panel per cell. `against` draws differences to it instead; with `sign` -1 the
-    lead of `against` over each row."""
+def dots(runs: Runs, rows: Sequence[Row], head: str, *, equal: Runs | None = None, paper: str | None = None,
+         band: bool = False, pooled: bool = True, xlabel: str = "difference, points", better: str = "",
+         said: str = "") -> Figure:
+    """Rows of differences with intervals, a panel per cell, all on one scale. `equal`: the same arms at the equation's
+    rate, below those at their own best one; the paper's differences hollow."""
     if not len(runs):
         return plots.nothing(head)
-    cells = runs.cells()
-    figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, height=1.75 + 0.4 * len(groups),
-                             sharey=True)
-    beside = False
+    cells, two = runs.cells(), equal is not None and len(equal) > 0
+    pairs = [(r.first, r.second) for r in rows]
+    figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, sharey=True, sharex=True,
+                             height=1.75 + (0.62 if two else 0.45) * len(rows))
+    found = differences(runs, pairs, pooled)
+    other = differences(equal, pairs, pooled) if two else {}
+    shown, bars, beside = [0.0], [], False
     for ax, (data, epsilon) in zip(axes, cells, strict=True):
-        here, shown, bars = runs.where(data=data, epsilon=epsilon), [0.0] if against else [], []
-        for row, (_, fields) in enumerate(groups):
-            pair = (fields, against) if sign > 0 else (against, fields)
-            e = here.lead(*pair) if against else here.mean(**fields)
-            point(ax, row, e, fields["method"], horizontal=True)
-            lost, ran = here.diverged(**fields), len(here.where(**fields))
+        here = runs.where(data=data, epsilon=epsilon)
+        for i, row in enumerate(rows):
+            e = found[data, epsilon, i]
+            point(ax, i - (0.22 if two else 0.0), e, row.look, horizontal=True)
+            sides = [here.where(**fields) for fields in (row.first, row.second)]
+            lost, ran = max((side.diverged(), len(side)) for side in sides)
             if lost:  # its accuracy is chance: the axis is set by the others, and an arrow says where it lies
-                ax.annotate(f"{lost} of {ran} diverged: chance", (0.5, row), xycoords=("axes fraction", "data"),
+                ax.annotate(f"{lost} of {ran} diverged: chance", (0.5, i), xycoords=("axes fraction", "data"),
                             xytext=(0, 6), textcoords="offset points", fontsize=7.5, ha="center", color=SOFT)
-            if lost < max(1, ran) or not shown:
+            if lost < max(1, ran):
                 shown.append(e.mean)
                 bars.append(e)
-            theirs = paper and paper_accuracy(paper, fields["method"], data, epsilon)
-            zero = paper and against and paper_accuracy(paper, against["method"], data, epsilon)
-            if theirs and zero:
-                hollow(ax, sign * (theirs - zero), row + 0.25, fields["method"])
-                shown.append(sign * (theirs - zero))
+            if two and (data, epsilon, i) in other:
+                e = other[data, epsilon, i]
+                point(ax, i, e, row.look, horizontal=True, fmt="|", ms=11, mew=2)
+                shown.append(e.mean)
+                bars.append(e)
+            theirs = [paper_accuracy(paper, fields["method"], data, epsilon) if paper else None
+                      for fields in (row.first, row.second)]
+            if None not in theirs:
+                hollow(ax, theirs[0] - theirs[1], i + 0.25, row.look)
+                shown.append(theirs[0] - theirs[1])
                 beside = True
-        ax.set_yticks(range(len(groups)), [text for text, _ in groups])
-        ax.set_ylim(len(groups) - 0.4, -0.6)
+        ax.set_yticks(range(len(rows)), [row.text for row in rows])
+        ax.set_ylim(len(rows) - 0.4, -0.6)
         ax.grid(axis="y", visible=False)
-        settle(ax, shown, 0.2, room=2.0, intervals=bars, horizontal=True,
-               within=(-np.inf, np.inf) if against else plots.PERCENT)
-        if against:
-            plots.none_band(ax, horizontal=True, margin=stats.MARGIN if band else 0.0)
+        ax.set_title(title(here, data, epsilon), loc="left", pad=16 if better else None)
+        ax.set_xlabel(xlabel)
         if better:
             plots.better(ax, better)
-        ax.set_title(title(here, data, epsilon), loc="left")
-        ax.set_xlabel(xlabel or ("points" if against else "test accuracy, %"))
-    plots.headline(figure, head)
-    plots.note(figure, notes(interval_note(runs), "hollow: the paper's difference, its own network" if beside else "",
-                             f"grey: within ±{stats.MARGIN:g} point" if band else "", said))
+    for ax in axes:
+        settle(ax, shown, 0.2, room=2.0, intervals=bars, horizontal=True)
+        plots.none_band(ax, horizontal=True, margin=stats.MARGIN if band else 0.0)
+    looks = (("o", 5.5, 1, "each arm at its own best rate"), ("|", 10, 2, "at the rate of the equation"))
+    marks = [Line2D([], [], color=SOFT, marker=m, lw=0, ms=ms, mew=w, label=text) for m, ms, w, text in looks if two]
+    marks += [plots.papers_mark("the paper, its own network")] if beside else []
+    plots.headline(figure, head, marks=marks)
+    plots.note(figure, notes(interval_note(runs), "differences paired by seed" + (
+        ", the variance over seeds shared by the epsilons, as in the claim" if pooled and len(cells) > 1 else ""),
+        f"grey: within ±{stats.MARGIN:g} point" if band else "", said))
     return figure
 
 
@@ -162,7 +233,7 @@ def curves(runs: Runs, axis: str, xlabel: str, head: str, side: Callable[[Any, R
             panel.minorticks_off()
             panel.set_xlabel(xlabel)
     plots.headline(figure, head)
-    plots.note(figure, notes(interval_note(runs), said))
+    plots.note(figure, notes(interval_note(runs), SHARED, said))
     return figure
 
 
@@ -213,16 +284,18 @@ def trajectories(valley: Valley) -> Figure:
     figure, axes = plots.new(3, width=WIDTH, height=3.9)
     levels = np.geomspace(valley.loss.min() * 1.002, valley.loss.max(), 16)
     n, T = next(iter(valley.every.values())).shape[0], len(next(iter(valley.paths.values()))) - 1
-    for ax, (method, path) in zip(axes, valley.paths.items(), strict=False):
+    for ax, method in zip(axes, valley.paths, strict=False):
         ax.grid(False)
         ax.contour(*valley.axes, valley.loss, levels=levels, colors="#C4C4C4", linewidths=0.7)
-        for other in valley.every[method][1:]:
+        for other in valley.every[method]:
             ax.plot(*other.T, color=colour(method), lw=0.6, alpha=0.35)
+        path = valley.every[method].mean(0)
         ax.plot(*path.T, color=colour(method), lw=1.6, marker=".", ms=4)
         ax.plot(*path[0], "o", mfc="white", mec=INK, zorder=5)
         ax.plot(*valley.optimum, "*", color=INK, ms=11, zorder=5)
         ax.annotate("start", path[0], xytext=(-4, -12), textcoords="offset points", fontsize=8, ha="right")
-        ax.annotate("θ*", valley.optimum, xytext=(6, 5), textcoords="offset points", fontsize=9)
+        ax.annotate("θ*", valley.optimum, xytext=(-8, -4), textcoords="offset points", fontsize=9, ha="right",
+                    va="top")  # below the valley: the paths come from the right and end above
         ax.set_title(label(method), color=colour(method), loc="left")
         ax.set_xlabel("θ₁")
     axes[0].set_ylabel("θ₂")
@@ -234,15 +307,18 @@ def trajectories(valley: Valley) -> Figure:
         axes[2].plot(mean, color=colour(method), lw=2.2)
         ends.append((T, float(mean[-1]), label(method), colour(method)))
     floor = min(loss.min() for loss in valley.losses.values())
-    axes[2].set_ylim(0.93 * floor, 1.03 * max(loss[:, 0].max() for loss in valley.losses.values()))
+    axes[2].axhline(valley.lowest, color=INK, lw=1, ls=":")
+    axes[2].annotate("loss at the minimum θ*", (0.02, valley.lowest), xycoords=("axes fraction", "data"),
+                     xytext=(0, -3), textcoords="offset points", va="top", fontsize=8)
+    axes[2].set_ylim(0.93 * min(floor, valley.lowest), 1.03 * max(loss[:, 0].max() for loss in valley.losses.values()))
     end_labels(axes[2], ends)
     axes[2].set_title("training loss", loc="left")
     axes[2].set_xlabel("step")
     plots.headline(figure, f"{T} private steps in a narrow valley, ε = {valley.epsilon:g} (Figure 1)"
                    if valley.sigma else f"{T} steps in a narrow valley, without noise")
     plots.note(figure, f"Two-class logistic model with two weights, the same privacy and start for both. {n} draws of "
-                       "batches and noise: one thick with its steps, the others thin; loss: the mean is thick. "
-                       "Clipping moves the point of rest away from θ*, with and without noise.")
+                       "batches and noise: each thin, their mean thick. Clipping moves the point of rest away from θ*, "
+                       "with and without noise: DP-NGD passes it.")
     return figure
 
 
@@ -255,8 +331,8 @@ def theorem(theory: Theory) -> Figure:
                 color=colour("dp-ngd"))
     left.set_title("noise follows F⁻¹", loc="left")
     left.set_xlabel("eigenvalue of the clamped F")
-    left.set_ylabel("variance of the update")
-    left.annotate("line: σ²C²/(B²λ), Theorem 1", (0.04, 0.06), xycoords="axes fraction", fontsize=8)
+    left.set_ylabel("variance of the update at η = 1")
+    left.annotate("line: σ²C²/(B²λ), Theorem 1 at η = 1", (0.04, 0.06), xycoords="axes fraction", fontsize=8)
     for clipped, ink, marker in ((True, colour("dp-ngd"), "o"), (False, SOFT, "x")):
         rows = [r for r in theory.kl if r["clipped"] is clipped]
         if rows:
@@ -264,6 +340,9 @@ def theorem(theory: Theory) -> Figure:
                         ms=4, color=ink, label="clipped" if clipped else "not clipped")
     top = max(1.3, 1.15 * max(r["realised"] / r["bound"] for r in theory.kl))
     middle.plot([0, top], [0, top], color="#999999", lw=0.8)
+    middle.annotate("KL = quadratic form", (0.02, 0.02), xytext=(0, 4), textcoords="offset points", fontsize=7.5,
+                    color=SOFT, rotation=math.degrees(math.atan(1.4 / top)), rotation_mode="anchor",
+                    ha="left", va="bottom")
     middle.axvline(1, color=INK, lw=1)
     middle.annotate("the radius\nη²C²/2", (1, 0), xytext=(3, 4), textcoords="offset points", fontsize=8)
     middle.set_xlim(0, 1.4)
@@ -278,11 +357,14 @@ def theorem(theory: Theory) -> Figure:
     right.annotate("DP-SGD's bound", (0.05, 1), xycoords=("axes fraction", "data"), xytext=(0, -10),
                    textcoords="offset points", fontsize=8)
     right.set_title("a lower floor, a longer step", loc="left")
-    right.set_xlabel("floor / λ_safe")
+    right.set_xlabel(r"floor / $\lambda_\mathrm{safe}$")
     right.set_ylabel("E‖Δθ‖² / bound")
     plots.headline(figure, "Theorem 1, the KL radius and the safety bound, measured")
+    terms = sorted(c.terms for c, _, _ in theory.spectrum)
     plots.note(figure, "Small network on digits, public images: patches of two photographs. Left: bins of the "
-                       f"spectrum, each a mean over draws of noise. Middle: {len(theory.kl)} samples. "
+                       "spectrum, each a mean over draws of noise; by chance alone a dot lies off the line by "
+                       f"{100 * math.sqrt(2 / terms[-1]):.2g}% (most directions) to "
+                       f"{100 * math.sqrt(2 / terms[0]):.2g}% (fewest). Middle: {len(theory.kl)} samples. "
                        "Right: one seed's steps.")
     return figure
 
@@ -294,12 +376,12 @@ def schedule(lambda_safe: float, lambda_base: float, T: int, T1: float = 0.1, p:
     floor = DynamicFloor(lambda_safe, lambda_base, T, T1, p)
     t = np.linspace(0, T, 400)
     ax.plot(t, [floor(x) for x in t], color=colour("dp-ngd"), lw=2)
-    for value, name in ((lambda_safe, "λ_safe"), (lambda_base, "λ_base")):
+    for value, name in ((lambda_safe, r"$\lambda_\mathrm{safe}$"), (lambda_base, r"$\lambda_\mathrm{base}$")):
         ax.axhline(value, color="#999999", lw=0.8, ls=":")
         ax.annotate(f"{name} = {value:g}", (0.5 * T, value), xytext=(0, 3), textcoords="offset points", fontsize=8,
                     ha="center")
     ax.set_ylim(0, 1.2 * lambda_safe)
-    ax.set_ylabel("floor λ_t")
+    ax.set_ylabel(r"floor $\lambda_t$")
     ax.set_xlabel("step t")
     plots.headline(figure, f"The clamping floor: T = {T}, T1 = {T1:g} T, p = {p:g}")
     return figure
@@ -319,6 +401,7 @@ def lead(runs: Runs) -> Figure:
     rows = runs.values("epsilon")
     figure, axes = plots.new(len(datasets), width=WIDTH, height=1.75 + 0.42 * len(rows), sharey=True, sharex=True)
     shown, bars = [0.0], []
+    holds = marks_held(runs.where(method=[*runs.baselines(), "dp-ngd"]), rules.best_in_every_cell)
     for ax, data in zip(axes, datasets, strict=True):
         for line in table[table["data"] == data].itertuples():
             row = rows.index(line.epsilon)
@@ -326,6 +409,8 @@ def lead(runs: Runs) -> Figure:
             point(ax, row + (-0.14 if line.name == "dp-ngd" else 0.12), e, line.name, horizontal=True, ms=7)
             shown.append(e.mean)
             bars.append(e)
+            if line.name == "dp-ngd" and rules.cell_name((data, line.epsilon)) in holds:
+                plots.tick(ax, e.high, row - 0.14)
             if line.name == "dp-ngd" and line.paper is not None and np.isfinite(line.paper):
                 hollow(ax, line.paper, row + 0.32, "dp-ngd")
                 shown.append(line.paper)
@@ -343,7 +428,8 @@ def lead(runs: Runs) -> Figure:
     plots.headline(figure, head, methods, [theirs] if table["paper"].notna().any() else [])
     free = f"{label(FREE)}: nothing tuned, public images made here" if FREE in methods else ""
     plots.note(figure, notes(f"{interval_note(runs)}, paired by seed", "best baseline: the tuned DP-SGD, DP-SGD-PT, "
-                             "GEP or AdaDPS with the highest mean in that cell, chosen afterwards, which favours it",
+                             "GEP or AdaDPS with the highest mean in that cell, chosen afterwards, which favours the "
+                             "baseline", HELD_NOTE if holds else EACH,
                              free))
     return figure
 
@@ -362,11 +448,13 @@ def utility(runs: Runs) -> Figure:
     figure, axes = plots.new(len(datasets), 2, width=max(5.5, min(10.0, 3.3 * len(datasets))),
                              height=3.2 + tall + 0.9, height_ratios=(2.3, tall + 0.3))
     beside = False
+    found = differences(runs, [({"method": m}, {"method": "dp-sgd"}) for m in others])
+    gains, gain_bars = [0.0], []
     for j, data in enumerate(datasets):
         top, bottom = axes[j], axes[len(datasets) + j]
         here = runs.where(data=data)
         epsilons = here.values("epsilon")
-        shown, gains, bars, gain_bars = [], [0.0], [], []
+        shown, bars = [], []
         for k, m in enumerate(methods):
             means = [here.mean(method=m, epsilon=epsilon) for epsilon in epsilons]
             at = [i + 0.05 * (k - (len(methods) - 1) / 2) for i in range(len(epsilons))]
@@ -382,7 +470,7 @@ def utility(runs: Runs) -> Figure:
                 if m == "dp-sgd":
                     continue
                 row = i * step + others.index(m)
-                gain = here.where(epsilon=epsilon).lead({"method": m}, {"method": "dp-sgd"})
+                gain = found.get((data, epsilon, others.index(m)), stats.NOTHING)
                 point(bottom, row, gain, m, horizontal=True, ms=5.5, lw=1.1, capsize=2)
                 gains.append(gain.mean)
                 gain_bars.append(gain)
@@ -394,7 +482,6 @@ def utility(runs: Runs) -> Figure:
         top.set_title(title(here, data), loc="left")
         top.set_xticks(range(len(epsilons)), [f"{e:g}" for e in epsilons])
         top.set_xlabel("ε")
-        settle(bottom, gains, 0.15, room=2, intervals=gain_bars, horizontal=True)
         plots.none_band(bottom, horizontal=True, margin=0.0)
         plots.better(bottom, "better than DP-SGD")
         middles = [i * step + (len(others) - 1) / 2 for i in range(len(epsilons))]
@@ -405,15 +492,19 @@ def utility(runs: Runs) -> Figure:
             bottom.axhline(i * step - 1.1, color=plots.FAINT, lw=1)
         bottom.set_ylim(len(epsilons) * step - 1, -1.0)
         bottom.set_xlabel("points above DP-SGD")
+    for bottom in axes[len(datasets):]:  # one scale: a lead may be compared between data sets
+        settle(bottom, gains, 0.15, room=2, intervals=gain_bars, horizontal=True)
     axes[0].set_ylabel("test accuracy, %")
     plots.headline(figure, head, methods, [plots.papers_mark("the paper's")] if beside else [])
-    plots.note(figure, notes(interval_note(runs), "differences paired by seed", "hollow: the paper's difference, on "
-                             "its own larger network" if beside else ""))
+    plots.note(figure, notes(interval_note(runs), SHARED, "below: paired by seed, the variance over seeds shared by "
+                             "the epsilons, as in the claim", "hollow: the paper's difference, on its own larger "
+                             "network" if beside else ""))
     return figure
 
 
 @plots.themed
-def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str], head: str, said: str = "") -> Figure:
+def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str], head: str, said: str = "",
+               pooled: bool = False) -> Figure:
     """Does the lead over DP-SGD depend on a setting: accuracies in each, and the lead beside them; a row per cell."""
     if not len(runs):
         return plots.nothing(head)
@@ -424,10 +515,12 @@ def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str
     others = [m for m in methods if m != "dp-sgd"]
     step = len(methods) + 0.8
     figure, axes = plots.new(2, len(cells), width=WIDTH, height=1.45 + len(cells) * (0.75 + 0.24 * step * len(kinds)))
+    pairs = [({"method": m}, {"method": "dp-sgd"}) for m in others]
+    found = [differences(runs.where(**dict(zip(fields, kind, strict=True))), pairs, pooled) for kind in kinds]
+    shown, gains, bars, gain_bars = [], [0.0], [], []
     for i, (data, epsilon) in enumerate(cells):
         left, right = axes[2 * i:2 * i + 2]
         cell = runs.where(data=data, epsilon=epsilon)
-        shown, gains, bars, gain_bars = [], [0.0], [], []
         for k, kind in enumerate(kinds):
             here = cell.where(**dict(zip(fields, kind, strict=True)))
             for r, m in enumerate(methods):
@@ -436,14 +529,12 @@ def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str
                 shown.append(e.mean)
                 bars.append(e)
                 if m in others:
-                    gain = here.lead({"method": m}, {"method": "dp-sgd"})
+                    gain = found[k].get((data, epsilon, others.index(m)), stats.NOTHING)
                     point(right, k * step + r, gain, m, horizontal=True)
                     gains.append(gain.mean)
                     gain_bars.append(gain)
-        settle(left, shown, 0.15, room=2, intervals=bars, horizontal=True, within=plots.PERCENT)
-        settle(right, gains, 0.15, room=2, intervals=gain_bars, horizontal=True)
         plots.none_band(right, horizontal=True, margin=0.0)
-        plots.better(right)
+        plots.better(right, "better than DP-SGD")
         for ax in (left, right):
             ax.set_ylim(len(kinds) * step - 0.6, -1.0)
             ax.grid(axis="y", visible=False)
@@ -457,8 +548,11 @@ def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str
         left.set_title(short if "model" in fields else title(cell, data, epsilon), loc="left")
         left.set_xlabel("test accuracy, %")
         right.set_xlabel("points above DP-SGD")
+    for left, right in zip(axes[::2], axes[1::2], strict=True):  # one scale for all cells
+        settle(left, shown, 0.15, room=2, intervals=bars, horizontal=True, within=plots.PERCENT)
+        settle(right, gains, 0.15, room=2, intervals=gain_bars, horizontal=True)
     plots.headline(figure, head, methods)
-    plots.note(figure, notes(interval_note(runs), "differences paired by seed", said))
+    plots.note(figure, notes(interval_note(runs), SHARED, "right: differences paired by seed", said))
     return figure
 
 
@@ -475,14 +569,23 @@ def whole(runs: Runs, table: Runs) -> Figure:
     """The whole private set beside the subset of Table 2, in the cells that both have."""
     both = runs + Runs([c for c in table.configs if (c.data, c.epsilon) in runs.cells()
                         and c.method in runs.methods() and c.seed in runs.values("seed")], table.found)
-    return by_setting(both if len(runs) else runs, ("N",), lambda v: f"N = {v[0]:,}" if v[0] else "N: all",
-                    "Does it matter that the runs are on a subset of the private set?")
+    most = max((math.inf if c.N is None else c.N for c in runs.configs), default=math.inf)
+
+    def name(v: tuple) -> str:
+        size = math.inf if v[0] is None else v[0]
+        return ("whole set" if size >= most else "subset") + (f",\nN = {v[0]:,}" if v[0] else "")
+
+    return by_setting(both if len(runs) else runs, ("N",), name,
+                    "Does it matter that the runs are on a subset of the private set?", pooled=True)
 
 
 # ---- Notebook 02: accuracy against steps (Figure 2) ------------------------------------------------------------------
 
 def convergence(runs: Runs) -> Figure:
     """Figure 2, and the lead over the best baseline at each budget."""
+    holds = marks_held(runs.where(method=[*runs.baselines(), "dp-ngd"]), rules.higher_at_every_budget) \
+        if len(runs) else set()
+
     def side(ax, here: Runs, budgets: list) -> str:
         shown, bars = [0.0], []
         ours = [m for m in ("dp-ngd", FREE) if m in here.methods()]
@@ -492,24 +595,32 @@ def convergence(runs: Runs) -> Figure:
             at = [T * 1.05 ** (k - (len(ours) - 1) / 2) for T, e in found if e.n]
             bars += [e for _, e in found if e.n]
             ax.plot(at, [e.mean for _, e in found if e.n], color=colour(m), lw=1.2)
-            for x, (_, e) in zip(at, [f for f in found if f[1].n], strict=True):
+            for x, (T, e) in zip(at, [f for f in found if f[1].n], strict=True):
                 point(ax, x, e, m, ms=5)
                 shown.append(e.mean)
+                if m == "dp-ngd" and f"{rules.cell_name(here.cells()[0])} T={T}" in holds:
+                    plots.tick(ax, x, e.mean)
         settle(ax, shown, 0.25, room=2, intervals=bars)
         plots.none_band(ax, margin=0.0)
         plots.better(ax, up=True)
-        ax.set_ylabel("points")
-        return "lead over the best baseline there"
+        ax.set_ylabel("points above the best at that budget")
+        return "lead over the best baseline"
 
     return curves(runs, "T", "steps of the whole run", "Accuracy against the step budget (Figure 2)", side, peak=True,
-                  said="every point is a full run whose noise spends exactly ε at its last step")
+                  said=("every point is a full run whose noise spends exactly ε at its last step; "
+                        + (HELD_NOTE if holds else EACH)))
 
 
 # ---- Notebook 03: public images (Figure 3) ---------------------------------------------------------------------------
 
+def _public_size() -> int:
+    """The paper's number of public images, which all other runs have."""
+    return next(row["value"] for row in published()["setup"]["values"] if row["name"] == "public_size")
+
+
 def sizes(runs: Runs) -> Figure:
     """Figure 3, and the change from the default number of public images."""
-    images = next(row["value"] for row in published()["setup"]["values"] if row["name"] == "public_size")
+    images = _public_size()
 
     def side(ax, here: Runs, sizes: list) -> str:
         shown, bars, methods = [0.0], [], here.methods()
@@ -529,16 +640,19 @@ def sizes(runs: Runs) -> Figure:
         return f"change from {images} images"
 
     return curves(runs, "public_size", "public images", "Accuracy against the number of public images (Figure 3)", side,
-                  said=f"grey: within ±{stats.MARGIN:g} point")
+                  said=f"right: the others are compared with {images} images, which therefore have no bar; grey: "
+                       f"within ±{stats.MARGIN:g} point")
 
 
 def sources(runs: Runs) -> Figure:
     """DP-NGD with each public set, in points above DP-SGD."""
-    groups = [(" + ".join(map(sets.label, source.split("+"))), {"method": m, "public": source})
-              for source in runs.values("public") for m in runs.methods() if m != "dp-sgd"]
-    return dots(runs, groups, "DP-NGD's lead over DP-SGD by what the public images are", against={"method": "dp-sgd"},
-                xlabel="points above DP-SGD", better="DP-NGD better",
-                said="differences paired by seed; 500 public images")
+    rows = [Row(" + ".join(map(sets.label, source.split("+"))), {"method": m, "public": source}, {"method": "dp-sgd"},
+                m) for source in runs.values("public") for m in runs.methods() if m != "dp-sgd"]
+    sizes = runs.values("public_size")
+    count = f"{sizes[0]:,} public images each" if len(sizes) == 1 else ""
+    patches = "photographs: patches of two of scikit-learn's" if "photos" in runs.values("public") else ""
+    return dots(runs, rows, "DP-NGD's lead over DP-SGD by what the public images are", pooled=False,
+                xlabel="DP-NGD minus DP-SGD, points", better="DP-NGD better", said=notes(count, patches).rstrip("."))
 
 
 @plots.themed
@@ -547,7 +661,7 @@ def pretraining(runs: Runs) -> Figure:
     head = "DP-SGD-PT with few and with many public images, by pre-training steps"
     if not len(runs):
         return plots.nothing(head)
-    cells = runs.cells()
+    cells, images = runs.cells(), _public_size()
     figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, height=3.7, sharey=True)
     for ax, (data, epsilon) in zip(axes, cells, strict=True):
         here, shown, bars, ends = runs.where(data=data, epsilon=epsilon), [], [], []
@@ -562,7 +676,8 @@ def pretraining(runs: Runs) -> Figure:
                 shown.append(e.mean)
                 bars.append(e)
             if found:
-                ends.append((found[-1][0], found[-1][1].mean, f"{size:,} images", INK))
+                usual = "\n(as elsewhere)" if size == images else ""
+                ends.append((found[-1][0], found[-1][1].mean, f"{size:,} images{usual}", INK))
         ax.set_xscale("log")
         ax.set_xticks(here.values("pt_steps"), [f"{v:,g}" for v in here.values("pt_steps")])
         ax.minorticks_off()
@@ -584,51 +699,40 @@ TITLES = {"ablation_decoupling": "Curvature from public images against curvature
         "kl_maps": "Which part does the work: the floor, the KL step or the maps"}
 
 
+NGD, PT, KL = "dp-ngd", "dp-sgd-pt", "dp-ngd-kl"
+PAIRS = {  # what the claims of these artifacts compare, in the order of the paper
+    "ablation_decoupling": ((NGD, PT), (PT, "dp-ngd-private-20"), (PT, "dp-ngd-private-50"),
+                            (NGD, "dp-ngd-private-20"), (NGD, "dp-ngd-private-50")),
+    "ablation_clipping": ((NGD, "dp-ngd-post"), ("dp-ngd-post", "dp-ngd-pre"), (NGD, "dp-ngd-pre")),
+    "kl_maps": ((KL, "dp-sgd-kl"), ("dp-sgd", "dp-sgd-kl"), (KL, "adadps-kl"), (KL, "dp-ngd-kl-one-sided"),
+                (KL, "dp-ngd-kl-post"), (NGD, "dp-ngd-auto"), (NGD, KL), (NGD, "dp-ngd-free"), (NGD, "dp-sgd")),
+}
+PLAIN = {  # what a label does not say, in a few words
+    "dp-ngd-private-20": "20% of the budget buys the curvature",
+    "dp-ngd-private-50": "half the budget buys the curvature",
+    "dp-ngd-pre": "clip the gradient, then F⁻¹", "dp-ngd-post": "F⁻¹ first, then clip",
+    "dp-ngd-one-sided": "whitened, never mapped back", "dp-ngd-kl-one-sided": "whitened, never mapped back",
+    "dp-ngd-kl-post": "F⁻¹ first, then clip", "dp-ngd-factor-clamp": "Kronecker factors clamped, not the product",
+    "dp-ngd-labels-exact": "Fisher summed over all classes", "dp-ngd-labels-random": "Fisher from random labels",
+    "dp-ngd-auto": "nothing new to tune", "dp-sgd-kl": "no curvature", "adadps-kl": "diagonal curvature",
+    "dp-ngd-kl": "no rate to tune", "dp-ngd-free": "no rate, no public data",
+}
+
+
 def arms(runs: Runs, artifact: str, equal: Runs | None = None) -> Figure:
-    """An ablation: DP-NGD's lead over every arm, the paper's hollow; `equal` are the arms at the equation's rate."""
-    groups = [(label(m), {"method": m}) for m in runs.methods() if m != "dp-ngd"]
-    band = artifact in ("ablation_ours", "kl_maps")
-    if equal is None or not len(equal):
-        return dots(runs, groups, TITLES[artifact], against={"method": "dp-ngd"}, sign=-1.0, paper=artifact, band=band,
-                    xlabel="DP-NGD's lead over it, points", better="DP-NGD better", said="differences paired by seed")
-    return _two_rates(runs, equal, groups, artifact)
+    """An ablation: the differences that its claims are about, the paper's hollow; `equal` are the arms at the
+    equation's rate."""
+    there = runs.methods()
+    found = [p for p in PAIRS.get(artifact, [(NGD, m) for m in there if m != NGD]) if p[0] in there and p[1] in there]
+    untuned = not all(METHODS[m].rate for m in there)  # then the others are told apart as tuned
 
+    def name(m: str) -> str:
+        return f"tuned {label(m)}" if untuned and m in (NGD, "dp-sgd") else label(m)
 
-@plots.themed
-def _two_rates(runs: Runs, equal: Runs, groups: list[tuple[str, dict]], artifact: str) -> Figure:
-    """Every arm at its own best rate, and below it the same arm at the rate that the equation gives."""
-    cells = runs.cells()
-    figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, height=1.75 + 0.62 * len(groups),
-                             sharey=True)
-    ours = {"method": "dp-ngd"}
-    beside = False
-    for ax, (data, epsilon) in zip(axes, cells, strict=True):
-        shown, bars = [0.0], []
-        for row, (_, fields) in enumerate(groups):
-            for source, at, look in ((runs, row - 0.22, {}), (equal, row, {"fmt": "|", "ms": 11, "mew": 2})):
-                here = source.where(data=data, epsilon=epsilon)
-                e = here.lead(ours, fields)
-                point(ax, at, e, fields["method"], horizontal=True, **look)
-                shown.append(e.mean)
-                bars.append(e)
-            theirs, zero = (paper_accuracy(artifact, m, data, epsilon) for m in (fields["method"], "dp-ngd"))
-            if theirs is not None and zero is not None:
-                hollow(ax, zero - theirs, row + 0.24, fields["method"])
-                shown.append(zero - theirs)
-                beside = True
-        ax.set_yticks(range(len(groups)), [text for text, _ in groups])
-        ax.set_ylim(len(groups) - 0.4, -0.6)
-        ax.grid(axis="y", visible=False)
-        settle(ax, shown, 0.2, room=2.0, intervals=bars, horizontal=True)
-        plots.none_band(ax, horizontal=True, margin=0.0)
-        plots.better(ax)
-        ax.set_title(title(runs, data, epsilon), loc="left")
-        ax.set_xlabel("DP-NGD's lead over it, points")
-    plots.headline(figure, TITLES[artifact])
-    plots.note(figure, notes(interval_note(runs), "differences paired by seed", "dot: the arm at its own best rate; "
-                             "tick below it: at the rate that the paper's equation gives", "hollow: the paper's "
-                             "difference, its own network" if beside else ""))
-    return figure
+    rows = [Row(f"{name(a)} minus {name(b)}" + (f"\n({PLAIN[b]})" if b in PLAIN else ""), {"method": a}, {"method": b},
+                b) for a, b in found]
+    return dots(runs, rows, TITLES[artifact], equal=equal, paper=artifact, better="the first is better",
+                band=artifact in ("ablation_ours", "kl_maps"), said="mark and colour: the second method of the row")
 
 
 @plots.themed
@@ -669,7 +773,7 @@ def bound(runs: Runs) -> Figure:
             panel.set_xscale("log")
             panel.set_xticks(list(rows), [f"{f:g}" for f in rows])
             panel.minorticks_off()
-            panel.set_xlabel("factor on the rate")
+            panel.set_xlabel("rate / the equation's rate")
     plots.headline(figure, head)
     plots.note(figure, notes(interval_note(runs), "factor 1: the rate that the equation gives", "a "
                              "diverged run counts as chance", "right: share with its Clopper-Pearson interval; "
@@ -679,63 +783,110 @@ def bound(runs: Runs) -> Figure:
 
 def releases(runs: Runs) -> Figure:
     """Private curvature by how often it is released, in points above DP-SGD-PT."""
-    groups = {}
-    for c in runs.configs:
+    rows = {}
+    usual = next(row["value"] for row in published()["setup"]["values"] if row["name"] == "T_cur")
+    for c in sorted(runs.configs, key=lambda c: (list(METHODS).index(c.method), c.T_cur or 0)):
         if c.T_cur is not None:
             count = math.ceil(c.T / c.T_cur)
-            groups[f"{label(c.method)}, {count} release{'s' if count > 1 else ''}"] = {"method": c.method,
-                                                                                       "T_cur": c.T_cur}
-    return dots(runs, list(groups.items()), "Curvature paid from the budget, by how often it is released",
-                against={"method": "dp-sgd-pt"}, xlabel="points above DP-SGD-PT", better="better than DP-SGD-PT",
-                said="differences paired by seed")
+            text = f"{label(c.method)}, {count} release{'s' if count > 1 else ''}"
+            rows[c.method, c.T_cur] = Row(text + ("\n(as in Table 3)" if c.T_cur == usual else ""),
+                                          {"method": c.method, "T_cur": c.T_cur}, {"method": PT}, c.method)
+    return dots(runs, list(rows.values()), "Curvature paid from the budget, by how often it is released", pooled=False,
+                xlabel="points above DP-SGD-PT", better="better than DP-SGD-PT")
 
 
 @plots.themed
 def floors(runs: Runs) -> Figure:
-    """Figure 4: training loss under three floors; beside it the floor and the share of eigenvalues that lie on it."""
+    """Figure 4: training loss under three floors and the difference of two of them, which is what the claim is about;
+    below them the floor and the share of eigenvalues that lie on it."""
     where = "; ".join(title(runs, d, e) for d, e in runs.cells())
     head = f"Three clamping floors over a run (Figure 4): {where}"
     if not len(runs):
         return plots.nothing(head)
-    figure, (left, middle, right) = plots.new(3, width=10, height=4.0, width_ratios=(1.25, 1, 1))
+    figure, (left, gap, middle, right) = plots.new(2, 2, width=WIDTH, height=6.2)
     marks, top, lost = [], [], []
     for m in runs.methods():
         records = runs.where(method=m).records
         if not records:
             continue
-        name, line = ("dynamic floor" if m == "dp-ngd" else label(m)), ":" if m == "dp-ngd-no-floor" else "-"
+        name, line, ink = ("dynamic floor" if m == "dp-ngd" else label(m)), "-", colour(m)
+        if m == "dp-ngd-no-floor":
+            line, ink = ":", SOFT  # both arms are blue: here they share a panel
         steps, losses = _rows([[*enumerate(r["train_loss"], 1)] for r in records])
-        marks.append(Line2D([], [], color=colour(m), ls=line, lw=2, label=name))
+        marks.append(Line2D([], [], color=ink, ls=line, lw=2, label=name))
         for row in losses:
-            left.plot(steps, row, line, color=colour(m), lw=0.4, alpha=0.4)
+            left.plot(steps, row, line, color=ink, lw=0.4, alpha=0.4)
         mean = np.nanmean(losses, 0)
         if np.nanmax(losses) < 10 * np.nanmax(losses[:, 0]):
-            left.plot(steps, mean, line, color=colour(m), lw=2)
+            left.plot(steps, mean, line, color=ink, lw=2)
             top.append(np.nanmax(losses))
         else:
             nan = sum(r["status"] == "diverged" for r in records)
-            lost.append(f"{name}: loss up to {np.nanmax(losses):.0e}, {nan} of {len(records)} runs diverged")
+            lost.append(f"{name}: loss up to {_about(np.nanmax(losses))},\n{nan} of {len(records)} runs diverged")
         for ax, key, scale in ((middle, "lambda_t", 1.0), (right, "clamped_share", 100.0)):
             if m == "dp-ngd-no-floor":
                 break  # it has none
             steps, values = _rows([[(a["step"], a.get(key)) for a in r["diagnostics"].get("along", [])]
                                    for r in records])
             if len(steps) and not np.isnan(values).all():
-                ax.plot(steps, scale * np.nanmean(values, 0), color=colour(m), lw=2, marker=".")
+                ax.plot(steps, scale * np.nanmean(values, 0), color=ink, lw=2, marker=".")
     if top:
         left.set_ylim(0, 1.2 * max(top))
-    for text in lost:
-        left.annotate(text, (0.03, 0.98), xycoords="axes fraction", va="top", fontsize=8, color=INK)
-    for ax, text in ((left, "training loss"), (middle, "floor λ_t"), (right, "eigenvalues on the floor, %")):
+    if lost:
+        left.annotate("\n".join(lost), (0.98, 0.97), xycoords="axes fraction", ha="right", va="top", fontsize=8,
+                      color=SOFT)  # the curves fall: this corner is free
+    _loss_gap(gap, runs)
+    for ax, text in ((left, "training loss"), (gap, "fixed minus dynamic: training loss, nats"),
+                     (middle, "floor $\\lambda_t$"), (right, "eigenvalues on the floor, %")):
         ax.set_title(text, loc="left")
         ax.set_xlabel("step")
     middle.set_ylim(bottom=0)
     middle.margins(y=0.2)
     right.margins(y=0.2)
+    cut = right.get_ylim()[0] > 0
+    if cut:
+        right.annotate(f"this axis starts at {right.get_ylim()[0]:.1f}%", (0.98, 0.03), xycoords="axes fraction",
+                       ha="right", fontsize=7.5, color=SOFT)
+        right.set_ylim(right.get_ylim())
     plots.headline(figure, head, marks=marks)
-    plots.note(figure, notes(f"Thick: mean of {seeds_note(runs)}; thin: each of them", "left: the private training "
-                             "loss, shown because the data set is a public benchmark"))
+    plots.note(figure, notes(f"Thick: mean of {seeds_note(runs)}; thin: each of them", "the losses are private, shown "
+                             "because the data set is a public benchmark", "difference: paired by seed, mean of the "
+                             "last twentieth of the steps, with its 95% interval over seeds; above 0 the dynamic floor "
+                             "is better"))
     return figure
+
+
+def _about(x: float) -> str:
+    """A large number in a few digits: 80,000."""
+    return f"{float(f'{x:.1g}'):,.0f}" if x < 1e9 else f"{x:.0e}"
+
+
+def _loss_gap(ax, runs: Runs) -> None:
+    """The loss with a fixed floor less that with the dynamic one, by seed, as a running mean; in words what the claim
+    has of it."""
+    pair = ("dp-ngd", "dp-ngd-fixed-floor")
+    dynamic, fixed = ({(c.data, c.epsilon, c.seed): r["train_loss"] for c, r in runs.where(method=m).each()
+                       if r["status"] != "diverged"} for m in pair)
+    both = [[*enumerate(np.subtract(*(np.array(x[k], dtype=float) for x in (fixed, dynamic))), 1)]
+            for k in fixed if k in dynamic and len(fixed[k]) == len(dynamic[k])]
+    if not both:
+        plots.not_run(ax)
+        return
+    steps, table = _rows(both)
+    window = max(1, len(steps) // 20)
+    smooth = np.stack([np.nanmean(table[:, max(0, t - window):t], 1) for t in range(1, len(steps) + 1)], 1)
+    means = [stats.mean(list(column), "difference") for column in smooth.T]
+    ax.plot(steps, [e.mean for e in means], color=INK, lw=1.6)
+    if len(both) > 1:
+        ax.fill_between(steps, [e.low for e in means], [e.high for e in means], color=SOFT, alpha=0.25, lw=0)
+    ax.axhline(0, color=INK, lw=0.8)
+    plots.better(ax, "dynamic floor better", up=True)
+    for part in rules.lower_loss(*pair)(runs).parts:
+        said = f"after the first quarter: {rules.part_said(part, '', 3)}"
+        ax.annotate(said, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=8, color=INK)
+        break
+    low, high = ax.get_ylim()
+    ax.set_ylim(low - 0.12 * (high - low), high + 0.12 * (high - low))
 
 
 def _rows(series: list[list[tuple[int, float | None]]]) -> tuple[list[int], np.ndarray]:
@@ -772,7 +923,7 @@ def overhead(runs: Runs) -> Figure:
             start = 0.0
             for phase, ink in zip(used, plots.shades(colour(m), len(used)), strict=True):
                 value = 1e3 * totals[m].get(phase, 0.0)
-                ax.barh(row, value, left=start, color=ink, height=0.66, edgecolor="white", lw=0.5)
+                ax.barh(row, value, left=start, color=ink, height=0.66, edgecolor="white", lw=0.5, hatch=HATCHES[phase])
                 start += value
             times = f" ({1e-3 * start / base:.2f}×)" if base and start else ""
             ax.annotate(f"{start:.0f} ms{times}" if start else "not timed beside the others", (start, row),
@@ -790,7 +941,7 @@ def overhead(runs: Runs) -> Figure:
         for panel in (ax, right):
             panel.set_ylim(len(methods) - 0.4, -0.6)
             panel.grid(axis="y", visible=False)
-            panel.margins(x=0.28)
+            panel.margins(x=0.28 if panel is right else 0.2)
         ax.set_yticks(range(len(methods)), [label(m) for m in methods])
         right.set_yticks([])
         ax.set_title(f"ours, one CPU core: {title(here, data)}", loc="left")
@@ -800,10 +951,11 @@ def overhead(runs: Runs) -> Figure:
             right.set_title(f"the paper, RTX 3090: {published()['utility_table']['models'][data]}", loc="left")
         else:
             right.set_axis_off()
-    plots.headline(figure, head, marks=[Patch(color=ink, label=PHASES[p]) for p, ink in
-                                        zip(used, plots.shades("#333333", len(used)), strict=True)])
+    greys = plots.shades("#333333", len(used))
+    plots.headline(figure, head, marks=[Patch(facecolor=ink, edgecolor="white", hatch=HATCHES[p], label=PHASES[p])
+                                        for p, ink in zip(used, greys, strict=True)])
     plots.note(figure, notes(f"Means of {seeds_note(runs)} that every method was run with on one machine", "in "
-                             "brackets: times DP-SGD-PT's step; the shade is the phase, the colour the method", "the "
+                             "brackets: times DP-SGD-PT's step; hatch and shade: phase; colour: method", "the "
                              "paper's seconds are a GPU's: only the ratios may be compared"))
     return figure
 
@@ -851,8 +1003,11 @@ def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
         settle(ax, shown, 0.2, room=3, intervals=bars)
         plots.none_band(ax)
     axes[0].set_ylabel("points above the default")
-    plots.headline(figure, head)
-    plots.note(figure, notes(interval_note(runs), "differences paired by seed", "hollow: the paper's, on ResNet-20",
+    ours = Line2D([], [], color=colour("dp-ngd"), marker=METHODS["dp-ngd"].marker, lw=0, ms=6, label="ours")
+    theirs = Line2D([], [], color=colour("dp-ngd"), marker=METHODS["dp-ngd"].marker, mfc="white", lw=0, ms=6.5,
+                    label="the paper, on ResNet-20")
+    plots.headline(figure, head, marks=[ours, theirs])
+    plots.note(figure, notes(interval_note(runs), "differences paired by seed; the default is their zero",
                              f"grey: within ±{stats.MARGIN:g} point"))
     return figure
 
@@ -905,4 +1060,10 @@ def trials(runs: Runs) -> Figure:
 def canary(stored: dict) -> Figure:
     """Scores of a release with a canary and without it, per method, beside what sigma allows (results/audit.json)."""
     with matplotlib.rc_context(plots.style()):
-        return draw_canary(stored["canary"])
+        figure = draw_canary(stored["canary"], {name: m.label for name, m in METHODS.items()})
+        plots.note(figure, "Each method makes as many releases of one batch with the canary in it as without, and a "
+                           "score tells them apart as well as can be. An estimate may lie on either side of what σ "
+                           "allows: the audit fails where even a lower bound at level "
+                           f"{stored['level']:.0e} is above it.")
+        plots.stamp(figure, f"dpngd {stored['version']} audit, commit {stored['commit']}")
+        return figure

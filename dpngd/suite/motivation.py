@@ -44,6 +44,7 @@ class Valley:
 
     every     (n, T + 1, 2) by method: as many draws of batches and noise, the first of them in `paths`
     losses    (n, T + 1) by method
+    lowest    the loss at the minimum
     """
 
     axes: tuple[np.ndarray, np.ndarray]
@@ -54,6 +55,7 @@ class Valley:
     sigma: float
     every: dict[str, np.ndarray]
     epsilon: float
+    lowest: float
 
 
 def inputs(n: int, condition: float, generator: torch.Generator) -> torch.Tensor:
@@ -86,7 +88,8 @@ def valley(*, condition: float = 60.0, epsilon: float = 2.0, T: int = 25, rate: 
     subset = slice(None, None, 4)  # contours need no more
     loss = loss_at(grid, xn[subset], sign[subset]).reshape(len(axes[1]), len(axes[0]))
     losses = {m: np.stack([loss_at(path, xn, sign) for path in found]) for m, found in every.items()}
-    return Valley(axes, loss, optimum, paths, losses, sigma, every, epsilon)
+    lowest = float(loss_at(optimum[None], xn, sign)[0])
+    return Valley(axes, loss, optimum, paths, losses, sigma, every, epsilon, lowest)
 
 
 def _train(x, y, curvature: tuple[float, float] | None, eta: float, T: int, C: float, sigma: float,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ from dpngd.data import load_private
 from dpngd.noise import stream
 from dpngd.opacus import DPNGD
 from dpngd.suite import plots
-from dpngd.suite.plots import OKABE_ITO, colour, label, point
+from dpngd.suite.plots import colour, label, point
 from dpngd.suite.runs import Runs
+from dpngd.suite.stats import Estimate
 from dpngd.suite.story import missing
 from dpngd.suite.study import Study
 from dpngd.suite.sweep import ensure
@@ -38,7 +39,8 @@ from dpngd.training.recipe import to_float
 SHAPE, CLASSES = (1, 8, 8), 10
 PUBLIC = 500  # images
 SOURCES = {"noise": "1/f noise", "dead-leaves": "dead leaves", "photos": "photographs", "white": "white noise"}
-INKS = dict(zip(SOURCES, (OKABE_ITO[c] for c in ("vermilion", "green", "blue", "black")), strict=True))
+LINES = dict(zip(SOURCES, (("#222222", "-"), ("#222222", "--"), ("#777777", "-"), ("#777777", ":")), strict=True))
+# greys: colours are methods in every figure
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # DP-SGD's; DP-NGD's follow by the paper's equation
 B, T = 256, 40
 FACTS = ("the wrapped rate has no effect", "the floor is at the rank for every source",
@@ -109,15 +111,18 @@ def draw_spectra(found: Mapping[str, Spectrum]) -> Figure:
     n = max(len(s.values) for s in found.values())
     for source, s in found.items():
         shown = s.values[s.values > 1e-6 * s.values[0]]
-        ax.plot(100 * np.arange(1, len(shown) + 1) / len(s.values), shown, color=INKS[source], lw=1.4,
+        ink, line = LINES[source]
+        ax.plot(100 * np.arange(1, len(shown) + 1) / len(s.values), shown, line, color=ink, lw=1.6,
                 label=f"{SOURCES[source]}: $\\lambda_{{safe}}$ = {s.floor:.2g}")
-        ax.plot([100 * RANK_SHARE], [s.floor], "o", color=INKS[source], ms=5)
+        ax.plot([100 * RANK_SHARE], [s.floor], "o", color=ink, ms=5)
     ax.axvline(100 * RANK_SHARE, color=plots.INK, lw=0.8, ls=":")
     ax.annotate(f"{100 * RANK_SHARE:g} % of {n:,} directions", (100 * RANK_SHARE, 1), xytext=(4, -4),
                 xycoords=("data", "axes fraction"), textcoords="offset points", va="top", fontsize=8)
     ax.set(xscale="log", yscale="log", xlabel="directions of F, % of all, steepest first", ylabel="eigenvalue")
-    ax.set_title("The spectrum of F and where the floor falls", loc="left")
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, title=f"{PUBLIC} public images")
+    plots.headline(figure, "The spectrum of F and where the floor falls: digits, small network")
+    plots.note(figure, f"Eigenvalues of K-FAC's F at the network's start, one seed, from {PUBLIC} public images of "
+                       f"each source. Dots: the floor by rank; {100 * RANK_SHARE:g} % of the directions lie above it.")
     return figure
 
 
@@ -175,6 +180,11 @@ def rates_said(runs: Runs) -> str:
     return f"{'; '.join(said)}. With the KL budget and no rate: {free.text(1)} %."
 
 
+def possible(e: Estimate) -> Estimate:
+    """An interval of accuracies, cut at what accuracies can be."""
+    return replace(e, low=max(0.0, e.low), high=min(100.0, e.high)) if math.isfinite(e.high - e.low) else e
+
+
 @plots.themed
 def draw_rates(runs: Runs) -> Figure:
     """Two curves with a peak, and a line without a rate."""
@@ -182,22 +192,28 @@ def draw_rates(runs: Runs) -> Figure:
     bars = []
     for method in ("dp-sgd", "dp-ngd"):
         means = [runs.mean(method=method, eta=eta) for eta in runs.where(method=method).values("eta")]
+        means = [possible(e) for e in means]
         bars += means
         kept = [(x, e) for x, e in zip(RATES, means, strict=True) if e.n]
         ax.plot([x for x, _ in kept], [e.mean for _, e in kept], color=colour(method), lw=1.5, label=label(method))
         for x, e in kept:
             point(ax, x, e, method)
-    free = runs.mean(method="dp-ngd-free")
+    free = possible(runs.mean(method="dp-ngd-free"))
     if free.n:
-        ax.axhline(free.mean, color=colour("dp-ngd-free"), lw=1.8, ls="--", label="DP-NGD with a KL budget: no rate")
+        ax.axhline(free.mean, color=colour("dp-ngd-free"), lw=1.8, ls="--",
+                   label=f"{label('dp-ngd-free')}: a KL budget, no rate")
+        if math.isfinite(free.high - free.low):
+            ax.axhspan(free.low, free.high, color=colour("dp-ngd-free"), alpha=0.15, lw=0)
     ax.set(xscale="log", xlabel="learning rate of DP-SGD (DP-NGD's follows by the equation)", ylabel="test accuracy, %")
     ax.set_xticks(RATES, [f"{r:g}" for r in RATES])
     ax.minorticks_off()
-    plots.settle(ax, [e.mean for e in bars], 0.1, room=2, intervals=bars, within=plots.PERCENT)
+    ends = [e.mean for e in bars] + [free.mean]
+    plots.settle(ax, ends, 0.1, room=2, intervals=[*bars, free], within=plots.PERCENT)
     plots.headline(figure, f"Accuracy against the learning rate: digits, ε = {runs.cells()[0][1]:g}, {T} steps")
     ax.legend(fontsize=8, loc="lower left")
-    plots.note(figure, f"Mean and 95% interval over {len(runs.values('seed'))} seeds; a diverged run counts as chance; "
-                       "an arrow has the end of an interval that leaves the axis.")
+    plots.note(figure, f"Mean and 95% interval over {len(runs.values('seed'))} seeds, cut at 0 and 100 % (few seeds "
+                       "give wide ones); a diverged run counts as chance; an arrow has the end of an interval that "
+                       "leaves the axis. Band: the interval of the line without a rate.")
     return figure
 
 

@@ -131,11 +131,17 @@ def papers_mark(text: str = "hollow: the paper") -> Line2D:
 def better(ax: Axes, text: str = "DP-NGD better", up: bool = False) -> None:
     """Which side of a difference is whose, written at the axis."""
     if up:
-        ax.annotate(f"{text} ↑", (0.02, 0.02), xycoords="axes fraction", ha="left", va="bottom", fontsize=7.5,
+        ax.annotate(f"{text} ↑", (0.02, 0.98), xycoords="axes fraction", ha="left", va="top", fontsize=7.5,
                     color=SOFT, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1}, zorder=6)
     else:
         ax.annotate(f"{text} →", (1, 1), xycoords="axes fraction", xytext=(0, 3), textcoords="offset points",
                     ha="right", va="bottom", fontsize=7.5, color=SOFT)
+
+
+def tick(ax: Axes, x: float, y: float) -> None:
+    """To the right of a place: the claim holds here."""
+    ax.annotate("✓", (x, y), xytext=(5, 0), textcoords="offset points", fontsize=8, color=INK, ha="left", va="center",
+                zorder=6)
 
 
 def none_band(ax: Axes, horizontal: bool = False, margin: float = stats.MARGIN) -> None:
@@ -164,6 +170,8 @@ def point(ax: Axes, x: float, e: stats.Estimate, method: str, *, scale: float = 
     _, caps, bars = ax.errorbar(**place, **look, zorder=3)
     for part in (*caps, *bars):
         part.set_alpha(0.6)
+    for cap in caps:
+        cap.set_markeredgewidth(1.0)  # a thick mark would thicken them too
     ends = [scale * v for v in (e.low, e.high)] if arms is not None else [scale * e.mean] * 2
     drawn(ax).append((x, scale * e.mean, *ends, look["color"]))
 
@@ -240,13 +248,19 @@ def end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
 
 
 def apart(heights: list[float], gap: float, top: float) -> list[float]:
-    """Heights, given in rising order, moved up until they are `gap` apart, and down again until none is above `top`."""
-    placed: list[float] = []
+    """Heights, given in rising order, moved until they are `gap` apart and none is above `top`: those that are too near
+    to one another spread around their middle, so that a label stays beside its curve."""
+    groups: list[list[float]] = []  # each [middle, number of labels]
     for y in heights:
-        placed.append(max(y, placed[-1] + gap) if placed else y)
-    for i in reversed(range(len(placed))):
-        placed[i] = min(placed[i], placed[i + 1] - gap if i + 1 < len(placed) else top)
-    return placed
+        groups.append([min(y, top), 1])
+        while True:
+            middle, n = groups[-1]
+            groups[-1][0] = middle = min(middle, top - (n - 1) * gap / 2)
+            if len(groups) < 2 or middle - (n - 1) * gap / 2 >= groups[-2][0] + (groups[-2][1] - 1) * gap / 2 + gap:
+                break
+            before, m = groups[-2]
+            groups[-2:] = [[(before * m + middle * n) / (m + n), m + n]]
+    return [middle + (i - (n - 1) / 2) * gap for middle, n in groups for i in range(n)]
 
 
 # ---- What was not run ------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """The stored audit as a table and as a figure."""
 
 import json
+from statistics import NormalDist
 
 import pytest
 
 from dpngd import audit
 from dpngd.audit import leaks
 from dpngd.audit.checks import LEVEL, Result
+from dpngd.audit.figure import counts, distance
 from dpngd.errors import UsageError
 from dpngd.suite import figures, paths, tables
 
@@ -39,10 +41,28 @@ def test_the_figure_counts_every_score(tmp_path):
     assert (sum(held["in"]), sum(held["out"])) == (3, 3)
     assert (held["in"][-1], held["out"][0]) == (1, 1), "scores beyond the bins are in the last ones"
     figure = figures.canary(stored())
-    assert [ax.get_ylabel() for ax in figure.axes] == ["gep"]
+    top, rows = figure.axes
+    assert top.get_title(loc="left").startswith("GEP: 3 + 3 releases, σ = 0.290")
+    assert [t.get_text() for t in rows.get_yticklabels()] == ["GEP"]
+    assert any("commit" in t.get_text() for t in figure.texts)
     figure.savefig(tmp_path / "canary.png")
     with pytest.raises(UsageError, match="no canary"):
         figures.canary({"canary": {}})
+
+
+def test_the_measured_distance_is_that_of_the_scores():
+    scores = [NormalDist().inv_cdf((i + 0.5) / 2000) for i in range(2000)]
+    at, half = distance(counts([s + 2.0 for s in scores], scores, 2.1))
+    assert at == pytest.approx(2.0, abs=0.01)
+    assert half == pytest.approx(1.96 * (2 / 2000 + 2.0**2 / 8000) ** 0.5, rel=0.01)
+
+
+def test_the_shipped_distances_are_the_audits_own_estimates():
+    held = json.loads(paths.AUDIT.read_text(encoding="utf-8"))
+    for line in (x for x in held["lines"] if x["test"] == "canary, mu"):
+        estimate = float(line["measured"].partition("estimate ")[2].split(",")[0].rstrip(")"))
+        at, half = distance(held["canary"][line["subject"]])
+        assert at == pytest.approx(estimate, abs=half / 2), line["subject"]
 
 
 def test_the_self_test_has_a_row_per_leak():

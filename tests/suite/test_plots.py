@@ -151,6 +151,56 @@ def test_the_lead_is_the_claims_and_the_papers_is_beside_it():
     assert len(hollows(figures.lead(runs))) == 15
 
 
+def scattered(profile, artifact):
+    """Runs whose paired differences scatter over seeds, more in some cells than in others."""
+    order = list(METHODS)
+
+    def accuracy(c):
+        noise = np.random.default_rng([order.index(c.method), c.seed, int(10 * c.epsilon), c.N or 0])
+        return 50 + 1.5 * order.index(c.method) % 7 + (0.5 + 0.1 * c.epsilon) * noise.normal()
+    return runs_of(profile.configs(artifact), accuracy)
+
+
+def bars_of(figure):
+    """(mean, low, high) of every bar that is drawn."""
+    return [tuple(bar[1:4]) for ax in figure.axes for bar in plots.drawn(ax)]
+
+
+CLAIMED = {  # claims whose parts are bars of a figure
+    "private-curvature": "ablation_decoupling", "public-curvature": "ablation_decoupling",
+    "clipping-space": "ablation_clipping", "mapping-back": "ablation_ours", "kl-needs-curvature": "kl_maps",
+    "kl-step-alone": "kl_maps", "best-everywhere": "utility_table", "whole-set": "whole",
+    "other-networks": "networks", "views": "views", "often-released": "releases", "clamp-and-labels": "ablation_ours"}
+
+
+@pytest.mark.parametrize("name", CLAIMED)
+def test_bars_are_the_intervals_that_decide_the_claim(name):
+    (claim,) = (c for c in claims.all_claims() if c.id == name)
+    source = CLAIMED[name]
+    runs = scattered(CPU, source)
+    figure = DRAWN.get(source, lambda r: figures.arms(r, source))(runs)
+    drawn = bars_of(figure)
+    drawn += [(-mean, -high, -low) for mean, low, high in drawn]  # a figure may have it the other way round
+    parts = claim.rule(runs.where(method=list(claim.methods)) if claim.methods else runs).parts
+    assert parts
+    assert all(0 < p.estimate.high - p.estimate.low < 20 for p in parts)
+    for p in parts:
+        if name == "best-everywhere" and not p.name.endswith("over dp-sgd"):
+            continue  # the figure has the leads over DP-SGD
+        e = p.estimate
+        assert any(bar == pytest.approx((e.mean, e.low, e.high)) for bar in drawn), p.name
+
+
+def test_cells_that_hold_after_holm_have_a_tick():
+    runs = scattered(CPU, "utility_table").where(method=[*baselines(), "dp-ngd"])
+    decision = rules.best_in_every_cell(runs)
+    holds = figures.held(decision)
+    assert len(holds) == decision.verdict.held
+    ticks = [t for ax in figures.lead(runs).axes for t in ax.texts if t.get_text() == "✓"]
+    assert len(ticks) == len(holds)
+    assert not figures.marks_held(scattered(QUICK, "utility_table"), rules.best_in_every_cell), "digits decide nothing"
+
+
 def test_the_matrix_has_the_best_in_bold():
     table = tables.accuracy(made(CPU, "utility_table"), "utility_table")
     shown = tables.matrix(table)
@@ -258,6 +308,7 @@ def test_the_schedule_figure_has_the_schedule():
 
 
 def test_labels_are_apart_and_below_the_top():
-    assert plots.apart([1.0, 1.1, 5.0], 1.0, 10.0) == [1.0, 2.0, 5.0]
+    assert plots.apart([1.0, 1.1, 5.0], 1.0, 10.0) == pytest.approx([0.55, 1.55, 5.0]), "around their middle"
+    assert plots.apart([1.0, 2.2, 2.3], 1.0, 10.0) == pytest.approx([0.8333, 1.8333, 2.8333], abs=1e-3)
     assert plots.apart([7.9, 8.0, 8.1], 1.0, 8.5) == pytest.approx([6.5, 7.5, 8.5])
     assert plots.apart([3.0], 1.0, 8.0) == [3.0]
