@@ -169,8 +169,9 @@ def abstract(data: Mapping[str, Any]) -> list[str]:
 # ---- The page --------------------------------------------------------------------------------------------------------
 
 SHOWN_IN = {"theory": "theorem", "utility_table": "lead"}
-SHOWN_ELSEWHERE = {"same-privacy": "privacy", "stricter-larger": "utility_table"}
-"""The figure (or table) of a claim has the name of its artifact, but for these artifacts and these claims."""
+SHOWN_ELSEWHERE = {"same-privacy": "privacy", "total-time": "time_to_peak", "theorem-mean": ""}
+"""The figure (or table) of a claim has the name of its artifact, but for these artifacts and these claims ("": none
+shows it, its sentence has the number)."""
 
 
 def shown_in(claim: claims.Claim) -> str:
@@ -299,12 +300,11 @@ def markdown(data: dict[str, Any]) -> str:
     for whose, asked in (("The paper's {} claims: {}.", False), ("{} questions of ours: {}.", True)):
         part = [c for c in data["claims"] if bool(c["question"]) == asked]
         said.append(whose.format(len(part), ", ".join(f"{n} {word}" for word, n in tally(part) if n)))
-    rows = [" ".join(said), "", "| claim | paper | ours, 95% interval | n | power | word | notebook |",
+    rows = [" ".join(said), "", "| claim | paper | ours, 95% interval | n | smallest visible effect | verdict | notebook |",
             "| --- | --- | --- | --- | --- | --- | --- |"]
     for c in data["claims"]:
-        who = " (ours to ask)" if c["question"] else ""
         paper, ours = story.labelled(c["paper"] or "-"), story.labelled(c["brief"])
-        cells = (c["sentence"] + who, f"{paper} ({c['place']})", ours, claims.seeds_text(c), power(c),
+        cells = (c["sentence"], f"{paper} ({c['place']})", ours, claims.seeds_text(c), power(c),
                  f"**{claims.worded(c)}**", c["notebook"][:2])
         rows.append("| " + " | ".join("-" if x in (None, "") else str(x).replace("|", "/") for x in cells) + " |")
     return "\n".join(rows)
@@ -317,8 +317,8 @@ Written by `dpngd report {profile} --docs` from figures/{profile}/claims.json: d
 
 {table}
 
-n: seeds (of counts, runs). Power: the smallest difference that this n sees with 80 % power; for a claim of no change,
-the smallest margin within which it shows none. Fragile: leaving out some one seed changes the word. Intervals cover
+n: seeds (of counts, runs). Smallest visible effect: the difference that this n sees with 80 % power; for a claim of no change,
+the smallest margin within which it shows none. Fragile: leaving out one seed changes the verdict. Intervals cover
 seeds and test images{seeds_only}. Differences are in points of accuracy and ratios have no unit: neither is a number of
 the paper's scale, since network and private set are smaller here.
 
