@@ -152,15 +152,22 @@ def brief(row: Row) -> str:
         costs = sorted(e for _, e in found)
         span = " to ".join(dict.fromkeys(f"{c:.2f}" for c in (costs[0], costs[-1])))
         return f"{span}{row['unit']}; the paper: {listed_costs()}"
-    least: dict[str, float] = {}
-    for name, e in found:
-        cell = name.partition(" over ")[0]
-        least[cell] = min(e, least.get(cell, e))
+    least = by_cell(row)
     sign = "+" if "points" in row["unit"] else ""
     ends = dict.fromkeys(f"{e:{sign}.2f}" for e in (min(least.values()), max(least.values())))
     held = f"shown in {row['held']} of {row['cells']}; " if row["held"] is not None and row["cells"] > 1 else ""
     rival = rules.OVER_BEST if len(least) < len(found) else ""
     return f"{held}{' to '.join(ends)}{row['unit']}{rival}"
+
+
+def by_cell(row: Row) -> dict[str, float]:
+    """Cell -> estimate, of several rivals that over the best one."""
+    least: dict[str, float] = {}
+    for part in row["parts"]:
+        if part["estimate"] is not None:
+            cell = part["name"].partition(" over ")[0]
+            least[cell] = min(part["estimate"], least.get(cell, part["estimate"]))
+    return least
 
 
 def listed_costs() -> str:
@@ -202,7 +209,7 @@ def claim(row: Row) -> str:
     paper = f" The paper: {bold_html(labelled(row['paper']))}." if row["paper"] else ""
     decided = row["word"] not in (stats.NOT_RUN, stats.DEMONSTRATION)
     sees = f"<p>What one sees: {bold_html(seen(row))}</p>\n" if decided else ""
-    told = labelled(verdict(row))
+    told = verdict(row)
     if told.startswith(seen(row).rstrip(".")):  # one comparison: it is told above, and what is left is its n
         told = told.removeprefix(seen(row).rstrip(".")).strip(" .")
         told = re.sub(r"^\((.*?)\)", r"\1", told) + "." if told else ""
@@ -213,4 +220,4 @@ def claim(row: Row) -> str:
 
 def verdict(row: Row) -> str:
     """What `said` says after the word, which the badge has."""
-    return sentence(row["said"].removeprefix(f"{row['word'].capitalize()}: "))
+    return sentence(labelled(row["said"]).removeprefix(f"{row['word'].capitalize()}: "))
