@@ -317,8 +317,8 @@ def all_claims() -> tuple[Claim, ...]:
               paper["overhead"]["place"], "; ".join(f"{d} {v:.1f} times" for d, v in step_cost.items()), "overhead",
               rules.step_cost(step_cost), methods=("dp-sgd-pt", "dp-ngd"), timed=True),
         Claim("step-cost-bench", "05_wallclock_overhead",
-              "Timed in turns on four networks (two of them the paper's), a DP-NGD step costs no more than that multiple "
-              "of a DP-SGD step.",
+              "Timed in turns on four networks (two of them the paper's), a DP-NGD step costs no more than that "
+              "multiple of a DP-SGD step.",
               paper["overhead"]["place"], "; ".join(f"{d} {v:.1f} times" for d, v in step_cost.items()), "bench",
               rules.benched(min(step_cost.values())), timed=True),
         Claim("total-time", "05_wallclock_overhead",

@@ -146,7 +146,8 @@ def opening(settings: profiles.Profile) -> str:
 
     return ("DP-NGD clips and adds noise after whitening by curvature from public images. It is trained here beside "
             f"{many(rivals, 'baseline')} on {many(len({c.data for c in runs}), 'data set')}, at "
-            f"{many(budgets, 'privacy budget')} and with {many(len({c.seed for c in runs}), 'seed')} each, on {network}.")
+            f"{many(budgets, 'privacy budget')} and with {many(len({c.seed for c in runs}), 'seed')} each, on "
+            f"{network}.")
 
 
 NUMBERS = dict(enumerate(("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")))
@@ -166,8 +167,8 @@ def compact(numbers: list[int]) -> str:
 def leading(row: Mapping[str, Any]) -> str:
     """In how many cells DP-NGD leads the best baseline, by how much, and where that is significant."""
     least = story.by_cell(row).values()
-    return (f"DP-NGD leads the best baseline in {sum(e > 0 for e in least)} of {len(least)} cells ({min(least):+.2f} to "
-            f"{max(least):+.2f} points); in {row['held']} the lead is significant after correction. That it is more "
+    return (f"DP-NGD leads the best baseline in {sum(e > 0 for e in least)} of {len(least)} cells ({min(least):+.2f} "
+            f"to {max(least):+.2f} points); in {row['held']} the lead is significant after correction. That it is more "
             f"accurate than every baseline in every cell is **{claims.worded(row)}**.")
 
 
@@ -199,7 +200,8 @@ def abstract(data: Mapping[str, Any]) -> list[str]:
                 f"{', '.join(f'**{n} {word}**' for word, n in counts.items())}."
         against = [row["sentence"].rstrip(".") for row in papers if row["word"] == stats.REFUTED]
         same = [row["sentence"].rstrip(".") for row in papers if row["word"] == stats.EQUIVALENT]
-        unsure = f"; {len(same)} {'shows' if len(same) == 1 else 'show'} no difference ({'; '.join(same)})" if same else ""
+        shows = "shows" if len(same) == 1 else "show"
+        unsure = f"; {len(same)} {shows} no difference ({'; '.join(same)})" if same else ""
         unsure += "".join(f"; {counts[word]} {'is' if counts[word] == 1 else 'are'} {word}"
                           for word in (stats.INCONCLUSIVE, stats.NOT_TESTABLE, stats.NOT_RUN) if word in counts)
         fourth = f"Refuted here: {'; '.join(against)}{unsure}." if against else \
@@ -359,7 +361,8 @@ def markdown(data: dict[str, Any]) -> str:
     for whose, asked in (("The paper's {} claims: {}.", False), ("{} questions of ours: {}.", True)):
         part = [c for c in data["claims"] if bool(c["question"]) == asked]
         said.append(whose.format(len(part), ", ".join(f"{n} {word}" for word, n in tally(part) if n)))
-    rows = [" ".join(said), "", "| claim | paper | ours, 95% interval | n | smallest visible effect | verdict | notebook |",
+    rows = [" ".join(said), "",
+            "| claim | paper | ours, 95% interval | n | smallest visible effect | verdict | notebook |",
             "| --- | --- | --- | --- | --- | --- | --- |"]
     for c in data["claims"]:
         paper, ours = story.labelled(c["paper"] or "-"), story.labelled(c["brief"])
@@ -376,10 +379,10 @@ Written by `dpngd report {profile} --docs` from figures/{profile}/claims.json: d
 
 {table}
 
-n: seeds (of counts, runs). Smallest visible effect: the difference that this n sees with 80 % power; for a claim of no change,
-the smallest margin within which it shows none. Fragile: leaving out one seed changes the verdict. Intervals cover
-seeds and test images{seeds_only}. Differences are in points of accuracy and ratios have no unit: neither is a number of
-the paper's scale, since network and private set are smaller here.
+n: seeds (of counts, runs). Smallest visible effect: the difference that this n sees with 80 % power; for a claim of no
+change, the smallest margin within which it shows none. Fragile: leaving out one seed changes the verdict. Intervals
+cover seeds and test images{seeds_only}. Differences are in points of accuracy and ratios have no unit: neither is a
+number of the paper's scale, since network and private set are smaller here.
 
 ## What each claim says
 

@@ -200,6 +200,13 @@ def part_said(p: Part, unit: str, digits: int) -> str:
     return f"{e.mean:{sign}.{digits}f}{interval}{unit}"
 
 
+def field_said(name: str, value: Any) -> str:
+    """A field of a config with its value, in words where it has some."""
+    said = {"model": f"network {value}", "K": f"{value} view{'' if value == 1 else 's'} per image",
+            "public_size": f"public images {value}"}
+    return said.get(name) or f"{name}={value:g}"
+
+
 def cell_name(cell: tuple[str, float]) -> str:
     return f"{cell[0]} ε={cell[1]:g}"
 
@@ -472,7 +479,7 @@ def hardly_depends(axis: str, default: float | None = None, method: str = "dp-ng
             if not here.values(axis):
                 continue
             base = all_.default(axis, method) if default is None else default
-            tests += [above(here, f"{cell_name(cell)} {axis}={v:g} against {base:g}", {axis: v}, {axis: base})
+            tests += [above(here, f"{cell_name(cell)} {field_said(axis, v)} against {base:g}", {axis: v}, {axis: base})
                       for v in here.values(axis) if v != base and v <= upto]
         return unchanged(tests)
     return rule
@@ -497,7 +504,7 @@ def over_each(fields: Sequence[str], rival: str) -> Rule:
             here = runs.where(data=cell[0], epsilon=cell[1])
             for values in dict.fromkeys(tuple(getattr(c, f) for f in fields) for c in here.configs):
                 chosen = dict(zip(fields, values, strict=True))
-                name = ", ".join((cell_name(cell), *(f"{f}={v}" for f, v in chosen.items())))
+                name = ", ".join((cell_name(cell), *(field_said(f, v) for f, v in chosen.items())))
                 tests.append(above(here.where(**chosen), name, NGD, {"method": rival}))
         return superiority(tests)
     return rule

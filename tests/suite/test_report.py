@@ -127,7 +127,8 @@ def test_a_claim_links_to_its_figure(folder):
     assert all(f'id="{anchor}"' in page and f'href="#{anchor}"' in page for anchor in linked.values())
     assert {i: report.shown_in(c) for c in claims.all_claims() if (i := c.id) in ("stricter-larger", "total-time")} == {
         "stricter-larger": "lead", "total-time": "time_to_peak"}
-    names = {"", "lead", "theorem", "privacy", "bench", "time_to_peak", *(a for group in study.ARTIFACTS.values() for a in group)}
+    names = {"", "lead", "theorem", "privacy", "bench", "time_to_peak",
+             *(a for group in study.ARTIFACTS.values() for a in group)}
     assert {report.shown_in(c) for c in claims.all_claims()} <= names
 
 
