@@ -4,7 +4,7 @@
 words. A claim with a `question` is ours: the paper does not answer it, and its paper column is empty.
 
 `decide` makes a row of claims.json: the word of `stats`, its estimate with interval, n and power, whether the word is
-fragile (leaving out some one seed changes it), and the sentences that a report needs. While planned runs are missing
+fragile (leaving out one seed changes it), and the sentences that a report needs. While planned runs are missing
 the word is "not run". Profiles of DEMONSTRATIONS get no word at all: their rows say "demonstration only".
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,10 @@ def overhead_rows() -> dict[str, dict[str, list]]:
 def paper_step_cost() -> dict[str, float]:
     """Table 5 by data set: seconds of a DP-NGD step over those of a DP-SGD-PT step."""
     return {data: rows["dp-ngd"][0] / rows["dp-sgd-pt"][0] for data, rows in overhead_rows().items()}
+
+
+def _speed(ratio: float) -> str:
+    return f"{ratio:.2f}{rules.AS_FAST}" if ratio >= 1 else f"takes {1 / ratio:.2f} times as long"
 
 
 def _floor(method: str) -> float:
@@ -212,7 +217,7 @@ def all_claims() -> tuple[Claim, ...]:
               paper["sample_efficiency"]["place"], "all three improve steadily", "sample_efficiency",
               rules.baselines_need_images, methods=tuple(baselines())),
         Claim("ahead-with-images", "03_public_sample_efficiency",
-              "Even with the most public images they stay behind.",
+              "Even with the most public images the baselines stay behind.",
               paper["sample_efficiency"]["place"], "all three below DP-NGD at 5,000 images", "sample_efficiency",
               rules.ahead_with_most_images, methods=against),
         Claim("longer-pretraining", "03_public_sample_efficiency",
@@ -291,7 +296,7 @@ def all_claims() -> tuple[Claim, ...]:
               "With its floor by rank and no search of its own, DP-NGD loses less than 1 point to tuned DP-NGD.",
               "our question", "", "ablation_ours", rules.untuned_level("dp-ngd-auto"),
               methods=("dp-ngd", "dp-ngd-auto"),
-              question="Need a user of DP-SGD tune anything new?"),
+              question="Does a user of DP-SGD have to tune anything new?"),
         Claim("mapping-back", "04_ablations",
               "Mapping back with F^-1/2 helps: one-sided whitening is worse.",
               "our question", "", "ablation_ours", rules.chain(("dp-ngd", "dp-ngd-one-sided")),
@@ -312,12 +317,13 @@ def all_claims() -> tuple[Claim, ...]:
               paper["overhead"]["place"], "; ".join(f"{d} {v:.1f} times" for d, v in step_cost.items()), "overhead",
               rules.step_cost(step_cost), methods=("dp-sgd-pt", "dp-ngd"), timed=True),
         Claim("step-cost-bench", "05_wallclock_overhead",
-              "On the paper's networks, timed in turns, a DP-NGD step costs no more than that multiple either.",
+              "Timed in turns on four networks (two of them the paper's), a DP-NGD step costs no more than that "
+              "multiple of a DP-SGD step.",
               paper["overhead"]["place"], "; ".join(f"{d} {v:.1f} times" for d, v in step_cost.items()), "bench",
               rules.benched(min(step_cost.values())), timed=True),
         Claim("total-time", "05_wallclock_overhead",
               "Time to DP-SGD-PT's peak is comparable or lower.",
-              paper["overhead"]["place"], "; ".join(f"{d} {v:.2f} times as fast" for d, v in total.items()),
+              paper["overhead"]["place"], "; ".join(f"{d} {_speed(v)}" for d, v in total.items()),
               "overhead", rules.total_time(total), methods=("dp-sgd-pt", "dp-ngd"), timed=True),
         # ---- Notebook 06: Table 6, what has to be tuned
         Claim("rare-updates", "06_hyperparameter_robustness",
@@ -370,7 +376,7 @@ def decide(claim: Claim, sources: Mapping[str, Any], *, demonstration: bool = Fa
         row["word"] = word = word if word == stats.NOT_RUN else stats.DEMONSTRATION
         row |= {"fragile": False, "held": None, "parts": [{**p, "word": word} for p in row["parts"]]}
     elif decision is not None and decision.tally:
-        row["ours"] = f"{decision.tally}: {row['ours']}"
+        row["ours"] = f"{decision.tally}: {row['ours']}"  # `without_tally` cuts it off again
         row["brief"] = f"{decision.tally}; {row['brief']}" if decision.brief else row["ours"]
     row |= texts(row, decision)
     return {name: row[name] for name in ROW}
@@ -411,14 +417,15 @@ def texts(row: Mapping[str, Any], decision: Decision | None) -> dict[str, str]:
     weakest = decision.verdict.weakest if decision.verdict else None
     found = row["ours"]
     if weakest is not None and row["cells"] > 1:
-        found = f"{decision.tally}; {'against it most' if word == stats.REFUTED else 'shown least'}: {weakest.name} " \
+        found = f"{decision.tally}; {'strongest counter-case' if word == stats.REFUTED else 'weakest case'}: " \
+                f"{weakest.name} " \
                 f"{rules.part_said(weakest, decision.unit, 3 if 'nats' in decision.unit else 2)}"
     behind = ""
     if decision.parts and row["n"]:
         of = " runs" if weakest and weakest.estimate.kind == "share" else "" if row["timed"] else " seeds"
         behind = f" (n = {row['n']}{of}" + (f", {row['images']:,} test images" if row["images"] else
                                            " only" if decision.unit == rules.IN_POINTS else "") + ")"
-    fragile = " Fragile: leaving out one seed changes the word." if row["fragile"] else ""
+    fragile = " Fragile: leaving out one seed changes the verdict." if row["fragile"] else ""
     power = decision.power_said
     return {"said": f"{word.capitalize()}: {found}{behind}.{fragile}",
             "power_said": f"{power[0].upper()}{power[1:]}." if power else "",
@@ -429,6 +436,13 @@ HELD = {stats.REPRODUCED: "It holds", stats.REFUTED: "It does not hold",
         stats.EQUIVALENT: f"There is no difference of {stats.MARGIN:g} point or more",
         stats.INCONCLUSIVE: "These runs do not decide it", stats.NOT_TESTABLE: "It cannot be tested here",
         stats.NOT_RUN: "Not run yet", stats.DEMONSTRATION: "Demonstration only"}
+
+
+TALLY = re.compile(r"^(both hold|all \d+ hold|\d+ of \d+ hold after Holm)[:;] ")
+
+
+def without_tally(text: str) -> str:
+    return TALLY.sub("", text)
 
 
 def answer(row: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from markupsafe import Markup
 
 from dpngd.errors import UsageError
 from dpngd.files import write_atomically
+from dpngd.methods import baselines
 from dpngd.suite import claims, paths, profiles, stats, story
 from dpngd.suite.params import deviations, published
 from dpngd.suite.store import Store
@@ -78,7 +79,7 @@ def write_report(profile: str, folder: Path) -> Path:
     data = {"profile": profile, "edition": claims.EDITION, "about": settings.about, "stamp": stamp,
             "paper": published()["paper"]["title"], "claims": rows, "compute": compute(left, settings),
             "protocol": protocol(folder, stamp), "rules": rule_table()}
-    data["abstract"] = abstract(data)
+    data["opening"], data["abstract"] = opening(settings), abstract(data)
     write_atomically(folder / "claims.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
     page = folder / "index.html"
     write_atomically(page, render(data, left, folder, settings))
@@ -103,6 +104,7 @@ def compute(left: dict[str, dict], settings: profiles.Profile) -> dict[str, Any]
     planned = {c.key() for notebook in ARTIFACTS for group in configs(notebook, settings).values() for c in group}
     return {"runs": len(keys), "planned": len(planned), "there": sum(store.find(key) is not None for key in planned),
             "commits": sorted({r.get("where", {}).get("commit", "unknown") for r in records}),
+            "seeds": sorted({r["config"]["seed"] for r in records if "seed" in r.get("config", {})}),
             "hours": round(sum(r["seconds"]["total"] for r in records) / 3600, 3),
             "hardware": sorted({h for entry in left.values() for h in entry["compute"]["hardware"]}),
             "largest_run_s": round(max((r["seconds"]["total"] for r in records), default=0.0), 1)}
@@ -131,6 +133,45 @@ def protocol(folder: Path, stamp: str) -> dict[str, str] | None:
 
 # ---- What was found, in five sentences -------------------------------------------------------------------------------
 
+def opening(settings: profiles.Profile) -> str:
+    """What DP-NGD is, and what the profile's Table 2 asks for."""
+    runs = settings.configs("utility_table")
+    rivals = len({c.method for c in runs} & set(baselines()))
+    budgets = max(len({c.epsilon for c in runs if c.data == d}) for d in {c.data for c in runs})
+    network = {"small": "a small network"}.get(runs[0].model, runs[0].model) if len({c.model for c in runs}) == 1 \
+        else "the paper's networks"
+
+    def many(n: int, what: str) -> str:
+        return f"{NUMBERS.get(n, n)} {what}{'' if n == 1 else 's'}"
+
+    return ("DP-NGD clips and adds noise after whitening by curvature from public images. It is trained here beside "
+            f"{many(rivals, 'baseline')} on {many(len({c.data for c in runs}), 'data set')}, at "
+            f"{many(budgets, 'privacy budget')} and with {many(len({c.seed for c in runs}), 'seed')} each, on "
+            f"{network}.")
+
+
+NUMBERS = dict(enumerate(("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")))
+
+
+def compact(numbers: list[int]) -> str:
+    """100 to 107, 200."""
+    spans: list[list[int]] = []
+    for n in numbers:
+        if spans and n == spans[-1][1] + 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in spans)
+
+
+def leading(row: Mapping[str, Any]) -> str:
+    """In how many cells DP-NGD leads the best baseline, by how much, and where that is significant."""
+    least = story.by_cell(row).values()
+    return (f"DP-NGD leads the best baseline in {sum(e > 0 for e in least)} of {len(least)} cells ({min(least):+.2f} "
+            f"to {max(least):+.2f} points); in {row['held']} the lead is significant after correction. That it is more "
+            f"accurate than every baseline in every cell is **{claims.worded(row)}**.")
+
+
 def abstract(data: Mapping[str, Any]) -> list[str]:
     """Five sentences from the rows of the claims: nothing in them but their words and numbers. **Text** is bold."""
     rows = {row["id"]: row for row in data["claims"]}
@@ -158,19 +199,26 @@ def abstract(data: Mapping[str, Any]) -> list[str]:
         first = f"The paper makes {len(papers)} claims that can be tested; on {runs} they come out as " \
                 f"{', '.join(f'**{n} {word}**' for word, n in counts.items())}."
         against = [row["sentence"].rstrip(".") for row in papers if row["word"] == stats.REFUTED]
-        unsure = "".join(f"; {counts[word]} {'is' if counts[word] == 1 else 'are'} {word}"
-                         for word in (stats.INCONCLUSIVE, stats.NOT_TESTABLE, stats.NOT_RUN) if word in counts)
-        fourth = f"Refuted here: {'; '.join(against)}." if against else \
+        same = [row["sentence"].rstrip(".") for row in papers if row["word"] == stats.EQUIVALENT]
+        shows = "shows" if len(same) == 1 else "show"
+        unsure = f"; {len(same)} {shows} no difference ({'; '.join(same)})" if same else ""
+        unsure += "".join(f"; {counts[word]} {'is' if counts[word] == 1 else 'are'} {word}"
+                          for word in (stats.INCONCLUSIVE, stats.NOT_TESTABLE, stats.NOT_RUN) if word in counts)
+        fourth = f"Refuted here: {'; '.join(against)}{unsure}." if against else \
             f"No claim of the paper is refuted here{unsure}."
-    return [first, told("best-everywhere", "stricter-larger"), told("fewer-steps", "step-cost-bench"), fourth,
+    main = rows["best-everywhere"]
+    second = f"{leading(main)} {told('stricter-larger')}" if main["held"] is not None and story.by_cell(main) else \
+        told("best-everywhere", "stricter-larger")
+    return [first, second, told("fewer-steps", "step-cost-bench"), fourth,
             told("untuned-ahead", "untuned-level")]
 
 
 # ---- The page --------------------------------------------------------------------------------------------------------
 
 SHOWN_IN = {"theory": "theorem", "utility_table": "lead"}
-SHOWN_ELSEWHERE = {"same-privacy": "privacy", "stricter-larger": "utility_table"}
-"""The figure (or table) of a claim has the name of its artifact, but for these artifacts and these claims."""
+SHOWN_ELSEWHERE = {"same-privacy": "privacy", "total-time": "time_to_peak", "theorem-mean": ""}
+"""The figure (or table) of a claim has the name of its artifact, but for these artifacts and these claims ("": none
+shows it, its sentence has the number)."""
 
 
 def shown_in(claim: claims.Claim) -> str:
@@ -208,12 +256,26 @@ def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: 
     return env.get_template("report.html.j2").render(
         **data, left=left, image=lambda name: picture(folder / name), width=lambda name: width(folder / name),
         lead=leads[0] if leads else None, groups=grouped(data["claims"]), anchor=anchors(left), interval=interval,
-        power=power,
+        power=power, listed=listed, told=told_by(data["claims"], anchors(left)), seen=story.seen, compact=compact,
         counts=tally(papers), total=len(papers), undecided=sum(r["word"] == stats.NOT_RUN for r in papers),
         audit=audit_part(folder), bench=bench_part(folder), deviations=deviations(),
-        inconsistencies=published()["inconsistencies"], defaults=settings.settings["defaults"], seeds=settings.seeds,
+        inconsistencies=published()["inconsistencies"], defaults=settings.settings["defaults"],
         device=settings.settings["cost"]["device"], heading=heading, css_class=lambda word: word.replace(" ", "-"),
         seeds_of=claims.seeds_text, worded=claims.worded, demonstration=data["profile"] in claims.DEMONSTRATIONS)
+
+
+def listed(c: Mapping[str, Any]) -> list[str]:
+    """The comparisons of a claim one by one (of a cell with several rivals the best), as `ours` tells them."""
+    return claims.without_tally(c["ours"]).split("; ")
+
+
+def told_by(rows: list[dict[str, Any]], anchor: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """Element of the page -> the decided claims that it shows."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["id"] in anchor and row["word"] not in (stats.NOT_RUN, stats.DEMONSTRATION):
+            found.setdefault(anchor[row["id"]], []).append(row)
+    return found
 
 
 def interval(c: Mapping[str, Any]) -> str:
@@ -299,12 +361,12 @@ def markdown(data: dict[str, Any]) -> str:
     for whose, asked in (("The paper's {} claims: {}.", False), ("{} questions of ours: {}.", True)):
         part = [c for c in data["claims"] if bool(c["question"]) == asked]
         said.append(whose.format(len(part), ", ".join(f"{n} {word}" for word, n in tally(part) if n)))
-    rows = [" ".join(said), "", "| claim | paper | ours, 95% interval | n | power | word | notebook |",
+    rows = [" ".join(said), "",
+            "| claim | paper | ours, 95% interval | n | smallest visible effect | verdict | notebook |",
             "| --- | --- | --- | --- | --- | --- | --- |"]
     for c in data["claims"]:
-        who = " (ours to ask)" if c["question"] else ""
         paper, ours = story.labelled(c["paper"] or "-"), story.labelled(c["brief"])
-        cells = (c["sentence"] + who, f"{paper} ({c['place']})", ours, claims.seeds_text(c), power(c),
+        cells = (c["sentence"], f"{paper} ({c['place']})", ours, claims.seeds_text(c), power(c),
                  f"**{claims.worded(c)}**", c["notebook"][:2])
         rows.append("| " + " | ".join("-" if x in (None, "") else str(x).replace("|", "/") for x in cells) + " |")
     return "\n".join(rows)
@@ -317,10 +379,10 @@ Written by `dpngd report {profile} --docs` from figures/{profile}/claims.json: d
 
 {table}
 
-n: seeds (of counts, runs). Power: the smallest difference that this n sees with 80 % power; for a claim of no change,
-the smallest margin within which it shows none. Fragile: leaving out some one seed changes the word. Intervals cover
-seeds and test images{seeds_only}. Differences are in points of accuracy and ratios have no unit: neither is a number of
-the paper's scale, since network and private set are smaller here.
+n: seeds (of counts, runs). Smallest visible effect: the difference that this n sees with 80 % power; for a claim of no
+change, the smallest margin within which it shows none. Fragile: leaving out one seed changes the verdict. Intervals
+cover seeds and test images{seeds_only}. Differences are in points of accuracy and ratios have no unit: neither is a
+number of the paper's scale, since network and private set are smaller here.
 
 ## What each claim says
 

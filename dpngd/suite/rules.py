@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from dpngd.training.config import RunConfig
 
 NGD = {"method": "dp-ngd"}
 IN_POINTS = " points"
+AS_FAST = " times as fast"
+OVER_BEST = " over the best baseline"
 
 
 # ---- What the rules share: a Decision, and how several comparisons become one ----------------------------------------
@@ -120,12 +122,15 @@ def counted(parts: Sequence[Part], ours: str, holds: bool | None = None) -> Deci
     return decided(parts, MOSTLY, would, " of the runs", ours=ours, holds=holds)
 
 
-def fact(held: Sequence[bool], ours: str | None, n: int | None = None) -> Decision:
-    """What holds without chance: a guarantee that fails once has failed."""
+def fact(held: Sequence[bool], ours: str | None, counts: str, n: int | None = None, sampled: bool = False) -> Decision:
+    """What holds without chance, or `sampled` within a tolerance: a guarantee that fails once has failed. `counts` is
+    what n counts."""
+    how = "sampled noise; the tolerance is stated beside the number" if sampled else \
+        "checked in every case: no chance is involved"
     if not held or ours is None:
         return Decision(stats.NOT_RUN, stats.NOT_RUN, 0, rule=FACT)
     return Decision(stats.REPRODUCED if all(held) else stats.REFUTED, ours, len(held) if n is None else n, rule=FACT,
-                    holds=all(held), power_said="checked in every case: no chance is involved")
+                    holds=all(held), power_said=f"{how} (n counts {counts})")
 
 
 def seeds_said(p: Part, n: int | None, what: str) -> str:
@@ -143,7 +148,7 @@ def seeds_said(p: Part, n: int | None, what: str) -> str:
 def decided(parts: Sequence[Part], rule: str, would: Callable[[Part], str], unit: str = IN_POINTS, digits: int = 2,
             ours: str = "", holds: bool | None = None,
             power_said: str = "with n = {n} a difference of {power} is seen with 80 % power") -> Decision:
-    """The word of a conjunction (or of one part), told part by part; of a cell with several parts, the least shown."""
+    """The word of a conjunction (or of one part), told part by part; of a cell with several rivals, the best one."""
     verdict = stats.conjunction(parts)
     ran = [p for p in parts if p.word not in (stats.NOT_RUN, stats.NOT_TESTABLE)]
     rule += SEVERAL if len(parts) > 1 else ""
@@ -154,16 +159,17 @@ def decided(parts: Sequence[Part], rule: str, would: Callable[[Part], str], unit
         cells: dict[str, Part] = {}
         for p in parts:
             at = p.cell or p.name
-            cells[at] = max(p, cells.get(at, p), key=lambda q: q.up)
+            cells[at] = min(p, cells.get(at, p), key=_lead)
         said = "; ".join(f"{p.name} {part_said(p, unit, digits)}" for p in cells.values())
         shown = said
         if len(cells) > 1 and ran:
-            tally = f"all {verdict.cells} hold" if verdict.word == stats.REPRODUCED else \
-                f"{verdict.held} of {verdict.cells} hold after Holm"
+            every = "both hold" if verdict.cells == 2 else f"all {verdict.cells} hold"
+            tally = every if verdict.word == stats.REPRODUCED else f"{verdict.held} of {verdict.cells} hold after Holm"
         if len(cells) > 3 and ran:
-            means = [p.estimate.mean for p in ran]
+            means = [p.estimate.mean for p in cells.values() if p in ran]
             sign = "+" if ran[0].estimate.kind == "difference" else ""
             brief = f"{min(means):{sign}.{digits}f} to {max(means):{sign}.{digits}f}{unit}"
+            brief += OVER_BEST if len(cells) < len(parts) else ""
     powers = [p.power for p in ran if math.isfinite(p.power)]
     power = max(powers, default=math.nan)
     n = min((p.estimate.n for p in ran), default=0)
@@ -179,13 +185,26 @@ def decided(parts: Sequence[Part], rule: str, would: Callable[[Part], str], unit
                     undecided or (testable if verdict.word == stats.NOT_TESTABLE else ""), holds)
 
 
+def _lead(p: Part) -> float:
+    return p.estimate.mean if p.estimate.n else math.inf
+
+
 def part_said(p: Part, unit: str, digits: int) -> str:
     e = p.estimate
     if p.word in (stats.NOT_RUN, stats.NOT_TESTABLE):
         return f"{p.word}{f' ({p.note})' if p.note else ''}"
+    if unit == AS_FAST and 0 < e.low <= e.mean < 1:  # a slowdown is read the other way
+        return f"takes {1 / e.mean:.{digits}f} [{1 / e.high:.{digits}f}, {1 / e.low:.{digits}f}] times as long"
     interval = f" [{e.low:.{digits}f}, {e.high:.{digits}f}]" if math.isfinite(e.high - e.low) else ""
     sign = "+" if e.kind == "difference" else ""
     return f"{e.mean:{sign}.{digits}f}{interval}{unit}"
+
+
+def field_said(name: str, value: Any) -> str:
+    """A field of a config with its value, in words where it has some."""
+    said = {"model": f"network {value}", "K": f"{value} view{'' if value == 1 else 's'} per image",
+            "public_size": f"public images {value}"}
+    return said.get(name) or f"{name}={value:g}"
 
 
 def cell_name(cell: tuple[str, float]) -> str:
@@ -243,7 +262,7 @@ def larger_when_stricter(gains: Mapping[str, float]) -> Rule:
         tests, others = [], []
         for data in runs.values("data"):
             here, epsilons = runs.where(data=data), sorted(e for d, e in runs.cells() if d == data)
-            name = f"{data} ε={epsilons[0]:g} to {epsilons[-1]:g}"
+            name = f"{data}, fall of the lead from ε={epsilons[0]:g} to {epsilons[-1]:g} along the fitted line"
             gain = here.where(method="dp-sgd").lead({"epsilon": epsilons[-1]}, {"epsilon": epsilons[0]})
             if gain.n >= 2 and gain.high < gains.get(data, -math.inf):
                 others.append(stats.not_testable(name, f"DP-SGD gains {gain.mean:.1f} [{gain.low:.1f}, "
@@ -266,7 +285,7 @@ def same_privacy(runs: Runs) -> Decision:
     within = [record["privacy"]["epsilon_prv"] <= config.epsilon for config, record in runs.each()]
     said = (f"one σ for all methods in {sum(same)} of {len(same)} settings; {sum(within)} of {len(within)} runs spent "
             "at most their budget")
-    return fact([*same, *within], said, len(runs.values("seed")))
+    return fact([*same, *within], said, "seeds", len(runs.values("seed")))
 
 
 # ---- The paper's claims: steps (Figure 2; notebook 02) ---------------------------------------------------------------
@@ -460,7 +479,7 @@ def hardly_depends(axis: str, default: float | None = None, method: str = "dp-ng
             if not here.values(axis):
                 continue
             base = all_.default(axis, method) if default is None else default
-            tests += [above(here, f"{cell_name(cell)} {axis}={v:g} against {base:g}", {axis: v}, {axis: base})
+            tests += [above(here, f"{cell_name(cell)} {field_said(axis, v)} against {base:g}", {axis: v}, {axis: base})
                       for v in here.values(axis) if v != base and v <= upto]
         return unchanged(tests)
     return rule
@@ -485,7 +504,7 @@ def over_each(fields: Sequence[str], rival: str) -> Rule:
             here = runs.where(data=cell[0], epsilon=cell[1])
             for values in dict.fromkeys(tuple(getattr(c, f) for f in fields) for c in here.configs):
                 chosen = dict(zip(fields, values, strict=True))
-                name = ", ".join((cell_name(cell), *(f"{f}={v}" for f, v in chosen.items())))
+                name = ", ".join((cell_name(cell), *(field_said(f, v) for f, v in chosen.items())))
                 tests.append(above(here.where(**chosen), name, NGD, {"method": rival}))
         return superiority(tests)
     return rule
@@ -510,7 +529,8 @@ def lead_fades(runs: Runs) -> Decision:
     for cell in runs.cells():
         here = runs.where(data=cell[0], epsilon=cell[1])
         budgets = here.values("T")
-        tests.append(trend(here, f"{cell_name(cell)} T={budgets[0]} to {budgets[-1]}", budgets,
+        name = f"{cell_name(cell)}, fall of the lead from T={budgets[0]} to {budgets[-1]} along the fitted line"
+        tests.append(trend(here, name, budgets,
                            lambda w, T, here=here: lead_terms(here, w, T=T), -1.0))
     return superiority(tests)
 
@@ -688,16 +708,21 @@ def machine(where: Mapping[str, Any]) -> tuple:
     return tuple(where.get(n) for n in ("device", "cpu", "rounding", "cores"))
 
 
-def timed(ratios: Iterable[tuple[str, Mapping[int, float], Mapping[int, float], float]]) -> Decision:
-    """Ratios of seconds, paired by seed or round, each above a bound: t intervals of their logarithms."""
+TIMES_A_STEP = " times a DP-SGD step"
+
+
+def timed(ratios: Iterable[tuple[str, Mapping[int, float], Mapping[int, float], float]], unit: str) -> Decision:
+    """Seconds of a rival's step over those of DP-NGD's, paired by seed or round, each above a bound: t intervals of
+    their logarithms. They are told the other way round, as multiples of the rival's step."""
     parts = []
     for name, a, b, bound in ratios:
         e = stats.log_ratio(a, b).estimate()
         p = stats.superior(name, e, math.log(bound), margin=None)
-        parts.append(Part(name, stats.as_ratio(e), p.word, p.up, p.down, power=math.exp(p.power)))
-    rule = "reproduced: the 95% interval of the ratio is above the paper's; refuted: below it"
-    return decided(parts, rule, lambda p: "more rounds on a quiet machine would narrow the interval",
-                   " of a DP-NGD step", power_said="with n = {n} a factor of {power} is seen with 80 % power")
+        multiple = stats.as_ratio(replace(e, mean=-e.mean, low=-e.high, high=-e.low))
+        parts.append(Part(name, multiple, p.word, p.up, p.down, power=math.exp(p.power)))
+    rule = "reproduced: the 95% interval of the multiple is below the paper's; refuted: above it"
+    return decided(parts, rule, lambda p: "more rounds on a quiet machine would narrow the interval", unit,
+                   power_said="with n = {n} a factor of {power} is seen with 80 % power")
 
 
 def costs(runs: Runs) -> dict[str, dict[int, float]]:
@@ -710,9 +735,9 @@ def step_cost(limits: Mapping[str, float]) -> Rule:
         rows = []
         for data, epsilon in runs.cells():
             cost = costs(runs.where(data=data, epsilon=epsilon))
-            rows.append((f"{cell_name((data, epsilon))} a DP-SGD-PT step takes", cost["dp-sgd-pt"], cost["dp-ngd"],
+            rows.append((cell_name((data, epsilon)), cost["dp-sgd-pt"], cost["dp-ngd"],
                          1 / limits.get(data, max(limits.values()))))
-        return timed(rows)
+        return timed(rows, f"{TIMES_A_STEP.removesuffix(' step')}-PT step")
     return rule
 
 
@@ -723,8 +748,8 @@ def benched(limit: float) -> Callable[[Mapping[str, Any]], Decision]:
         def rounds(result: Mapping[str, Any], name: str) -> dict[int, float]:
             return dict(enumerate(result["contenders"].get(name, {}).get("seconds", [])))
 
-        return timed((f"{network} a DP-SGD step takes", rounds(result, "dp-sgd"), rounds(result, "dp-ngd"), 1 / limit)
-                     for network, result in report["models"].items())
+        return timed(((network, rounds(result, "dp-sgd"), rounds(result, "dp-ngd"), 1 / limit)
+                      for network, result in report["models"].items()), TIMES_A_STEP)
     return rule
 
 
@@ -741,7 +766,7 @@ def total_time(factors: Mapping[str, float]) -> Rule:
             table = np.asarray([[cost[m][s] for s in curves.seeds] for m in ("dp-sgd-pt", "dp-ngd")])
             parts.append(peak_ratio(cell_name((data, epsilon)), curves, factors.get(data, min(factors.values())),
                                     lambda picked, table=table: float(np.divide(*table[:, picked].mean(1)))))
-        return speedups(parts, " times as fast")
+        return speedups(parts, AS_FAST)
     return rule
 
 
@@ -788,24 +813,27 @@ class Theory:
         worst = max(self.means, key=lambda c: abs(c.mean - 1), default=None)
         said = worst and (f"squared error of the mean over its expectation: {worst.mean:.4f} (1 ± "
                           f"{SIGMAS * math.sqrt(2 / worst.terms):.4f}, {worst.terms:,} parameters)")
-        return fact([c.holds for c in self.means], said)
+        return fact([c.holds for c in self.means], said, "seeds", sampled=True)
 
     def covariance(self) -> Decision:
         chis = [c for c, _, _ in self.spectrum]
         worst = max(chis, key=lambda c: abs(c.mean - 1) / math.sqrt(2 / c.terms), default=None)
         said = worst and (f"measured over predicted variance {min(c.mean for c in chis):.3f} to "
-                          f"{max(c.mean for c in chis):.3f} in {len(chis)} bins of the spectrum")
-        return fact([c.holds for c in chis], said)
+                          f"{max(c.mean for c in chis):.3f} in {len(chis)} bins of the spectrum (tolerance 1 ± "
+                          f"{SIGMAS * math.sqrt(2 / max(c.terms for c in chis)):.3f} to "
+                          f"{SIGMAS * math.sqrt(2 / min(c.terms for c in chis)):.3f}, by bin)")
+        return fact([c.holds for c in chis], said, "bins of the spectrum", sampled=True)
 
     def duality(self) -> Decision:
         inside = [row["quadratic"] <= row["bound"] * (1 + 1e-4) for row in self.kl]
         realised = sum(row["realised"] <= row["bound"] for row in self.kl)
         return fact(
             inside, f"½ΔθᵀFΔθ within the radius for {sum(inside)} of {len(inside)} samples; the network's "
-                    f"own KL for {realised}")
+                    f"own KL for {realised}", "samples")
 
     def safety(self) -> Decision:
         safe = [row for row in self.steps if row["safe"]]
         worst = max((row["squared"] / row["bound"] for row in safe), default=math.nan)
+        slack = max((row["slack"] for row in safe), default=0.0)
         return fact([row["squared"] <= row["bound"] * (1 + row["slack"]) for row in safe],
-                    f"squared step at most {worst:.2f} of the bound")
+                    f"squared step at most {worst:.2f} of the bound (tolerance {slack:.3f})", "seeds", sampled=True)

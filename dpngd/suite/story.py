@@ -21,7 +21,7 @@ from typing import Any
 
 from dpngd.data import sets
 from dpngd.methods import METHODS
-from dpngd.suite import claims, stats
+from dpngd.suite import claims, rules, stats
 from dpngd.suite.runs import Runs
 
 Row = Mapping[str, Any]  # of claims.json
@@ -57,6 +57,8 @@ def missing(runs: Runs) -> str:
 
 
 def amount(value: float, unit: str) -> str:
+    if unit == rules.AS_FAST and 0 < value < 1:
+        return f"{1 / value:.2f} times as long"
     return f"{value:+.2f}{unit}" if "points" in unit else f"{value:.{3 if 'nats' in unit else 2}f}{unit}"
 
 
@@ -106,12 +108,17 @@ def learned(rows: Sequence[Row]) -> list[str]:
             what = ("claim" if whose == "The paper's" else "question") + ("s" if len(part) > 1 else "")
             said.append(f"{whose} {len(part)} {what}: {words_counted(part)}.")
     decided = [r for r in rows if r["word"] not in (stats.NOT_RUN, stats.DEMONSTRATION)]
-    said += [f"{r['sentence']} {claims.HELD[r['word']]}: {labelled(r['brief']).rstrip('.')}." for r in decided]
+    said += [f"{r['sentence']} {claims.HELD[r['word']]}: {labelled(held_brief(r)).rstrip('.')}." for r in decided]
     if not decided:
         said.append("So nothing is learned yet: no claim of this notebook has all of its runs."
                     if all(r["word"] == stats.NOT_RUN for r in rows) else
                     "A demonstration shows the suite at work; it decides no claim.")
     return said
+
+
+def held_brief(row: Row) -> str:
+    """`brief`, without "all 4 hold" after a word that says so."""
+    return claims.without_tally(row["brief"]) if row["word"] == stats.REPRODUCED else row["brief"]
 
 
 # ---- The README ------------------------------------------------------------------------------------------------------
@@ -141,19 +148,26 @@ def brief(row: Row) -> str:
     found = [(p["name"], p["estimate"]) for p in row["parts"] if p["estimate"] is not None]
     if not found:
         return labelled(row["brief"])
-    if row["unit"] == " of a DP-NGD step":  # tested as a ratio that is large when DP-NGD is cheap; read the other way
-        costs = sorted(1 / e for _, e in found)
+    if row["unit"].startswith(" times a DP-SGD"):
+        costs = sorted(e for _, e in found)
         span = " to ".join(dict.fromkeys(f"{c:.2f}" for c in (costs[0], costs[-1])))
-        return f"{span} times a step of DP-SGD; the paper: {listed_costs()}"
-    least: dict[str, float] = {}
-    for name, e in found:
-        cell = name.partition(" over ")[0]
-        least[cell] = min(e, least.get(cell, e))
+        return f"{span}{row['unit']}; the paper: {listed_costs()}"
+    least = by_cell(row)
     sign = "+" if "points" in row["unit"] else ""
     ends = dict.fromkeys(f"{e:{sign}.2f}" for e in (min(least.values()), max(least.values())))
     held = f"shown in {row['held']} of {row['cells']}; " if row["held"] is not None and row["cells"] > 1 else ""
-    rival = " over the best of them" if len(least) < len(found) else ""
+    rival = rules.OVER_BEST if len(least) < len(found) else ""
     return f"{held}{' to '.join(ends)}{row['unit']}{rival}"
+
+
+def by_cell(row: Row) -> dict[str, float]:
+    """Cell -> estimate, of several rivals that over the best one."""
+    least: dict[str, float] = {}
+    for part in row["parts"]:
+        if part["estimate"] is not None:
+            cell = part["name"].partition(" over ")[0]
+            least[cell] = min(part["estimate"], least.get(cell, part["estimate"]))
+    return least
 
 
 def listed_costs() -> str:
@@ -194,14 +208,16 @@ def claim(row: Row) -> str:
     asked = f"<p><b>{bold_html(row['question'])}</b></p>\n" if row["question"] else ""
     paper = f" The paper: {bold_html(labelled(row['paper']))}." if row["paper"] else ""
     decided = row["word"] not in (stats.NOT_RUN, stats.DEMONSTRATION)
-    several = decided and sum(p["estimate"] is not None for p in row["parts"]) > 1
-    sees = f"<p>What one sees: {bold_html(seen(row))}</p>\n" if several else ""
-    said = " ".join(labelled(x) for x in (verdict(row), row["power_said"], row["would_decide"]) if x) if decided else \
-        seen(row)
+    sees = f"<p>What one sees: {bold_html(seen(row))}</p>\n" if decided else ""
+    told = verdict(row)
+    if told.startswith(seen(row).rstrip(".")):  # one comparison: it is told above, and what is left is its n
+        told = told.removeprefix(seen(row).rstrip(".")).strip(" .")
+        told = re.sub(r"^\((.*?)\)", r"\1", told) + "." if told else ""
+    said = " ".join(labelled(x) for x in (told, row["power_said"], row["would_decide"]) if x) if decided else seen(row)
     return f"{asked}<p><b>{bold_html(row['sentence'])}</b> ({bold_html(row['place'])}).{paper}</p>\n" \
            f"{sees}<p>{badge(row)} {bold_html(said)}</p>"
 
 
 def verdict(row: Row) -> str:
     """What `said` says after the word, which the badge has."""
-    return sentence(row["said"].removeprefix(f"{row['word'].capitalize()}: "))
+    return sentence(labelled(row["said"]).removeprefix(f"{row['word'].capitalize()}: "))

@@ -146,11 +146,29 @@ class Study:
             display(HTML(story.html_table(columns, rows)))
 
     def example(self, artifact: str, **fields: Any) -> tuple[RunConfig, dict | None]:
-        """A run of an artifact with these fields, to look at: the first that exists, else the first planned, without a
-        record."""
+        """A run of an artifact with these fields, to look at: a typical one that exists, else one that is planned,
+        without a record."""
         asked = self.runs[artifact]
         runs = asked.where(**fields) if asked.where(**fields).configs else asked
-        return next(runs.each(), (runs.configs[0], None))
+        there = [config for config, _ in runs.each()] or runs.configs
+        config = self.winner(artifact, there) or typical(there, self.profile.settings["defaults"].get("public_size"))
+        return config, self.store.get(config)
+
+    def winner(self, search: str, configs: Sequence[RunConfig]) -> RunConfig | None:
+        """Of a search's trials one that won; None where no search is meant, or it has not been decided."""
+        if search not in ("tuning", "tuning_networks"):
+            return None
+        from dpngd.suite import tuning
+
+        tuned = self.profile.settings["tuned"].get("methods", {})
+        for config in configs:
+            where = config.method, config.data, config.epsilon, search
+            at = tuned.get(config.method, {}).get(profiles.place(config.data, config.model), {})
+            if config.epsilon in at and any(
+                    axes == tuning.winner(self.profile, *where) and trial.key() == config.key()
+                    for axes, trial in (*self.profile.trials(*where), *self.profile.second(*where))):
+                return config
+        return None
 
     def measure(self) -> Theory:
         """What the paper proves, measured (notebook 00)."""
@@ -257,15 +275,22 @@ class Study:
         """Where the numbers come from; also the notebook's entry for the report."""
         records = {r["key"]: r for runs in self.runs.values() for r in runs.records}.values()
         seconds = sum(r["seconds"]["total"] for r in records)
-        commits = sorted({r["where"].get("commit", "unknown") for r in records})
-        print(f"{self.stamp()}; " + (f"{len(records)} runs, {seconds / 60:.1f} minutes of one core; trained at "
-                                     f"{', '.join(commits)}" if records else "no stored run is shown"))
+        bench = "; results/bench.json" if any(c.source == "bench" for c in claims.of_notebook(self.notebook)) and \
+            bench_report() is not None else ""
+        print(f"{self.stamp()}; " + (f"{len(records)} runs, {seconds / 60:.1f} minutes of one core" if records else
+                                     "no stored run is shown") + bench)
         if self.out:
             entry = {"notebook": self.notebook, "profile": self.profile.name, "claims": self.decided(), **self.shown,
                      "compute": {"runs": len(records), "seconds": round(seconds, 1),
                                  "keys": sorted(r["key"] for r in records),
                                  "hardware": sorted({hardware(r["where"]) for r in records})}, "stamp": self.stamp()}
             write_atomically(self.out / f"{self.notebook}.json", json.dumps(entry, indent=1, ensure_ascii=False) + "\n")
+
+
+def typical(configs: Sequence[RunConfig], public_size: int | None, most: int = 400) -> RunConfig:
+    """The first with the most steps up to `most`, and with the usual number of public images where one has it."""
+    usual = [c for c in configs if c.public_size == public_size] or list(configs)
+    return max(usual, key=lambda c: c.T if most >= c.T else -c.T)
 
 
 def store_of(notebook: str, profile: str) -> str:
@@ -297,3 +322,11 @@ def bench_table() -> pd.DataFrame | None:
 
     report = bench_report()
     return None if report is None else tables.bench_ratios(report)[0]
+
+
+def step_cost_table() -> pd.DataFrame | None:
+    """Of that report, what a DP-NGD step costs by network, as the claim has it."""
+    from dpngd.suite import tables
+
+    report = bench_report()
+    return None if report is None else tables.step_costs(report)

@@ -12,7 +12,17 @@ from dpngd.suite import stats, tuning
 from dpngd.suite.claims import paper_step_cost
 from dpngd.suite.params import published
 from dpngd.suite.profiles import Profile, place
-from dpngd.suite.rules import Curves, Theory, above, best_baseline, cell_name, estimated, side_by_side
+from dpngd.suite.rules import (
+    Curves,
+    Theory,
+    above,
+    benched,
+    best_baseline,
+    cell_name,
+    estimated,
+    part_said,
+    side_by_side,
+)
 from dpngd.suite.runs import NOT_STEPS, Runs, seconds_per_step, step_phases
 from dpngd.training.config import FIELDS, RunConfig
 
@@ -73,12 +83,40 @@ def shown(table: pd.DataFrame, *axes: str) -> pd.DataFrame:
         bad = f", {row['diverged']} diverged: chance" if row["diverged"] else ""
         return f"{row['accuracy']:.1f}{spread} (n={row['n']}{bad})"
 
+    groups = list(zip(table["method"], table["data"], table["epsilon"], strict=True))
+    first = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    table = table.iloc[sorted(range(len(table)), key=lambda i: (first[groups[i]], *(
+        _order(table[axis].iloc[i]) for axis in axes)))]
     out = table[["method", "data", "epsilon", *axes]].copy()
     out["data"], out["epsilon"] = out["data"].map(sets.label), out["epsilon"].map("{:g}".format)
+    for axis in axes:
+        out[axis] = [_value(axis, value) for value in out[axis]]
     out["accuracy, 95% interval"] = [ours(row) for _, row in table.iterrows()]
     if table["paper"].notna().any():
         out["paper, its own network"] = table["paper"].map(lambda v: "" if v is None or pd.isna(v) else f"{v:.2f}")
-    return out.rename(columns={"epsilon": "ε", "public_size": "public images", "public": "public set"})
+    return out.rename(columns={"data": "data set", "epsilon": "ε", **AXES})
+
+
+AXES = {"public_size": "public images", "public": "public set", "pt_steps": "pre-training steps", "model": "network",
+        "K": "views per image", "N": "private images", "T": "steps", "T_cur": "steps between refreshes"}
+
+
+def _value(axis: str, value: object) -> str:
+    """A value of an axis in words."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "all" if axis == "N" else "none"
+    if isinstance(value, str):
+        return sets.label(value) if axis == "public" else value
+    if axis == "T_cur" and value >= 1000:
+        return "once"
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"
+
+
+def _order(value: object) -> tuple[bool, float, str]:
+    """Numbers by size, names by letter, what is not there first."""
+    there = not (value is None or (isinstance(value, float) and math.isnan(value)))
+    number = float(value) if there and not isinstance(value, str) else 0.0
+    return there, number, value if isinstance(value, str) else ""
 
 
 # ---- One run ---------------------------------------------------------------------------------------------------------
@@ -108,7 +146,7 @@ def spent(config: RunConfig, record: dict | None) -> Table:
         parts = [(part["purpose"], part["sigma"], part["releases"]) for part in p["parts"]]
         reached = "diverged" if record["accuracy"] is None else f"{100 * record['accuracy']:.2f} %"
         rows = {"q = B/N": f"{p['q']:.5f}", "ε spent, PRV accountant": f"{p['epsilon_prv']:.3f} of {config.epsilon:g}",
-                "ε spent, RDP accountant": f"{p['epsilon_rdp']:.3f}", "δ": f"{p['delta']:g}",
+                "RDP's looser bound on ε": f"{p['epsilon_rdp']:.3f}", "δ": f"{p['delta']:g}",
                 "clipped samples": f"{100 * d['clipped']:.0f} %", f"{record['evaluated_on']} accuracy": reached,
                 "seconds, one core": f"{s['total']:.1f}"}
     noise = {f"σ of the {purpose}": f"{sigma:.3f} over {releases} releases" for purpose, sigma, releases in parts}
@@ -164,16 +202,31 @@ def matrix(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).fillna("")
 
 
+def seeds_said(table: pd.DataFrame) -> str:
+    """n = 8, or n = 3 to 8 as long as some runs are missing."""
+    if table.empty:
+        return "n = 0 seeds"
+    return f"n = {' to '.join(dict.fromkeys(f'{n}' for n in (table['n'].min(), table['n'].max())))} seeds"
+
+
 # ---- Notebook 00: privacy and the clamping schedule ------------------------------------------------------------------
 
-def privacy(theory: Theory) -> Table:
-    """sigma for every cell and method, and what it spends."""
-    data = pd.DataFrame(theory.budget)
+RDP = "RDP's looser bound"
+
+
+def privacy(theory: Theory, profile: Profile | None = None) -> Table:
+    """sigma for every cell and method, and what it spends; with a profile also those that pay for curvature."""
+    from dpngd.suite.theory import privacy_rows  # late: it needs torch
+
+    paying = profile is not None and "ablation_decoupling" in profile.artifacts
+    more = privacy_rows(profile, "ablation_decoupling") if paying else []
+    there = {(row["data"], row["epsilon"], row["method"]) for row in theory.budget}
+    data = pd.DataFrame([*theory.budget, *(r for r in more if (r["data"], r["epsilon"], r["method"]) not in there)])
     shown = pd.DataFrame({
         "method": data["method"].map(lambda m: METHODS[m].label), "data": data["data"],
         "ε": data["epsilon"].map("{:g}".format), "δ": data["delta"].map("{:g}".format),
         "q = B/N": data["q"].map("{:.4f}".format), "T": data["T"], "σ": data["sigma"].map("{:.3f}".format),
-        "spent, PRV": data["spent"].map("{:.3f}".format), "spent, RDP": data["spent_rdp"].map("{:.3f}".format)})
+        "spent, PRV": data["spent"].map("{:.3f}".format), RDP: data["spent_rdp"].map("{:.3f}".format)})
     same = list(shown.columns[1:])  # methods with the same noise share a row
     shown = shown.groupby(same, sort=False)["method"].agg("; ".join).reset_index()[["method", *same]]
     shown = shown.assign(data=shown["data"].map(sets.label)).sort_values(["data", "ε"], kind="stable")
@@ -202,9 +255,9 @@ def sigmas(runs: Runs) -> Table:
     for config, record in runs.each():
         p = record["privacy"]
         rows.setdefault((config.data, config.epsilon, config.T), {
-            "data": config.data, "ε": f"{config.epsilon:g}", "T": config.T, "σ": round(p["sigma"], 3),
-            "spent, PRV": round(p["epsilon_prv"], 3), "spent, RDP": round(p["epsilon_rdp"], 3)})
-    table = pd.DataFrame([rows[k] for k in sorted(rows)], columns=["data", "ε", "T", "σ", "spent, PRV", "spent, RDP"])
+            "data": sets.label(config.data), "ε": f"{config.epsilon:g}", "T": config.T, "σ": round(p["sigma"], 3),
+            "spent, PRV": round(p["epsilon_prv"], 3), RDP: round(p["epsilon_rdp"], 3)})
+    table = pd.DataFrame([rows[k] for k in sorted(rows)], columns=["data", "ε", "T", "σ", "spent, PRV", RDP])
     return table, "sigmas", "Each step budget has its own noise", table
 
 
@@ -237,13 +290,14 @@ def time_to_peak(runs: Runs) -> Table:
             records = side_by_side(here).where(method=method).records
             if records:
                 step, there = sum(map(seconds_per_step, records)) / len(records), math.isfinite(steps)
-                rows.append({"where": "ours, CPU core", "data": data, "ε": f"{epsilon:g}",
+                rows.append({"where": "ours, CPU core", "data": sets.label(data), "ε": f"{epsilon:g}",
                              "method": METHODS[method].label, "seconds per step": round(step, 3),
                              "steps to the peak": round(steps, 1) if there else "not reached",
                              "total": f"{steps * step:.1f} s" if there else "", "n": len(curves.seeds)})
     for data, epsilon, method, step, steps, hours in published()["overhead"]["rows"]:
-        rows.append({"where": "paper, RTX 3090", "data": data, "ε": f"{epsilon:g}", "method": METHODS[method].label,
-                     "seconds per step": step, "steps to the peak": steps, "total": f"{hours:g} h", "n": ""})
+        rows.append({"where": "paper, RTX 3090", "data": sets.label(data), "ε": f"{epsilon:g}",
+                     "method": METHODS[method].label, "seconds per step": step, "steps to the peak": steps,
+                     "total": f"{hours:g} h", "n": ""})
     table = pd.DataFrame(rows)
     return table, "time_to_peak", "Time to DP-SGD-PT's best accuracy (Table 5)", table
 
@@ -283,6 +337,18 @@ def bench_ratios(report: dict) -> Table:
     missing = "" if goals else "; this report has no goals"
     shown = table if goals else table.drop(columns=["goal", "reached"])
     return shown, "bench_ratios", f"Ratios of one training step, timed in turns (dpngd bench){missing}", table
+
+
+OF_THE_PAPER = ("resnet-20", "wrn-16-4")
+
+
+def step_costs(report: dict) -> pd.DataFrame:
+    """By network, what a DP-NGD step costs in DP-SGD steps: the numbers of the claim `step-cost-bench`."""
+    found = benched(min(paper_step_cost().values()))(report)
+    paper = " and ".join(f"{v:.2f}" for v in sorted(paper_step_cost().values()))
+    return pd.DataFrame([{"network": p.name, "whose": "the paper's" if p.name in OF_THE_PAPER else "ours",
+                          "DP-NGD step, in DP-SGD steps": part_said(p, "", 2), "rounds": p.estimate.n,
+                          "the paper (RTX 3090)": paper} for p in found.parts])
 
 
 def _reached(measured: dict[str, float], side: str, goal: float) -> str:
@@ -341,8 +407,8 @@ def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
             best = [c for axes, c in first if axes == won] + [c for axes, cs in repeats if axes == won for c in cs]
             own = {n: getattr(best[0], n) for n in OWN}
             edges = tuning.edges(profile, method, d, epsilon, name)
-            rows.append({"method": METHODS[method].label, "data": d, "network": best[0].model, "ε": f"{epsilon:g}",
-                         "trials": len(first), "repeats": sum(len(cs) for _, cs in repeats),
+            rows.append({"method": METHODS[method].label, "data": sets.label(d), "network": best[0].model,
+                         "ε": f"{epsilon:g}", "trials": len(first), "repeats": sum(len(cs) for _, cs in repeats),
                          "best η": f"{best[0].eta:g}", "T": best[0].T,
                          "its own": ", ".join(f"{n}={v:g}" for n, v in own.items() if v is not None) or "none",
                          "validation accuracy": Runs(best, runs.found).mean().text(1),
@@ -363,7 +429,7 @@ def finalists(runs: Runs, profile: Profile, name: str = "tuning") -> pd.DataFram
                 here = Runs([c for a, c in first if a == axes] + repeats, runs.found)
                 by_seed = here.by_seed()
                 won = chosen and axes == tuning.winner(profile, method, d, epsilon, name)
-                rows.append({"method": METHODS[method].label, "data": d, "ε": f"{epsilon:g}",
+                rows.append({"method": METHODS[method].label, "data": sets.label(d), "ε": f"{epsilon:g}",
                              "setting": ", ".join(f"{n}={v:g}" for n, v in axes.items()),
                              **{f"seed {s}": f"{by_seed[s]:.1f}" if s in by_seed else "-" for s in here.values("seed")},
                              "mean": f"{here.mean().mean:.2f}", "won": "won" if won else ""})

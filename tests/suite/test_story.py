@@ -70,6 +70,10 @@ def test_a_claim_has_one_word_and_its_verdict_once():
     assert html.count("✓ reproduced") == 1
     assert "What one sees: Of 3 comparisons" in html
     assert "Reproduced:" not in html, "the badge has the word"
+    alone = row(parts=THREE[:1], brief="cifar10 ε=1 over dp-sgd +2.00 points",
+                said="Reproduced: cifar10 ε=1 over dp-sgd +2.00 points (n = 8 seeds).")
+    assert "<p>What one sees: CIFAR-10 ε=1 over DP-SGD +2.00 points.</p>" in story.claim(alone)
+    assert "</b> n = 8 seeds." in story.claim(alone), "and not the same again"
     undecided = story.claim(row("not run", runs=0))
     assert undecided.count("600 of 600 runs are missing") == 1
     assert "What one sees" not in undecided
@@ -88,22 +92,27 @@ def test_what_was_learned():
     assert said[:2] == ["The paper's 2 claims: 1 reproduced, 1 not run.", "Our own 1 question: 1 refuted."]
     assert said[2].endswith("It holds: +1.00 points.")
     assert said[3].endswith("It does not hold: -1.00 points.")
+    assert story.learned([row(brief="all 4 hold; +1.00 to +2.00 points")])[1].endswith("It holds: +1.00 to +2.00 "
+                                                                                        "points.")
     assert "nothing is learned yet" in story.learned([row("not run", runs=0)])[-1]
     assert "decides no claim" in story.learned([row("demonstration only")])[-1]
 
 
 def test_the_best_rival_counts_in_the_range():
     said = story.brief(row(parts=THREE, held=1, cells=2))
-    assert said == "shown in 1 of 2; -0.25 to +1.50 points over the best of them"
+    assert said == "shown in 1 of 2; -0.25 to +1.50 points over the best baseline"
     assert story.brief(row(parts=THREE[:1], held=1, cells=1)) == "+2.00 points"
     assert story.brief(row("demonstration only", THREE, held=None, cells=2)).startswith("-0.25 to +1.50 points")
 
 
 def test_costs_are_multiples():
-    parts = [("resnet-20 a DP-SGD step takes", "reproduced", 0.8), ("wrn-16-4 a DP-SGD step takes", "reproduced", 0.5)]
-    said = story.brief(row(parts=parts, unit=" of a DP-NGD step"))
+    parts = [("resnet-20", "reproduced", 1.25), ("wrn-16-4", "reproduced", 2.0)]
+    costs = row(parts=parts, unit=" times a DP-SGD step")
+    assert story.seen(costs).endswith("from 1.25 times a DP-SGD step (resnet-20) to 2.00 times a DP-SGD step "
+                                      "(wrn-16-4).")
+    said = story.brief(costs)
     steps = {r[2]: r[3] for r in published()["overhead"]["rows"] if r[0] == "cifar10"}
-    assert said.startswith("1.25 to 2.00 times a step of DP-SGD; the paper: ")
+    assert said.startswith("1.25 to 2.00 times a DP-SGD step; the paper: ")
     assert f"{steps['dp-ngd'] / steps['dp-sgd-pt']:.1f}" in said
 
 
