@@ -2,8 +2,9 @@
 
 Every figure says by itself what is shown: data set, network and epsilon over each panel, n and the meaning of the
 marks below them. A number of the paper is drawn hollow beside ours only where both mean the same: accuracies where the
-network is the paper's too, differences between two methods where the data set is. Differences are drawn so that DP-NGD
-is better on the right (or above), and the axis says so. Runs that do not exist give `plots.nothing`.
+network is the paper's too, differences between two methods where the data set is. A difference is the one that its
+claim compares, its bar the interval that decides the claim, and the axis says which side is whose. Runs that do not
+exist give `plots.nothing`.
 """
 
 from __future__ import annotations
@@ -557,7 +558,8 @@ def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str
 
 
 def networks(runs: Runs) -> Figure:
-    return by_setting(runs, ("model",), lambda v: v[0], "Does the lead depend on the network?")
+    return by_setting(runs, ("model",), lambda v: "small network" if v[0] == "small" else v[0],
+                    "Does the lead depend on the network?")
 
 
 def views(runs: Runs) -> Figure:
@@ -661,7 +663,7 @@ def pretraining(runs: Runs) -> Figure:
     head = "DP-SGD-PT with few and with many public images, by pre-training steps"
     if not len(runs):
         return plots.nothing(head)
-    cells, images = runs.cells(), _public_size()
+    cells = runs.cells()
     figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, height=3.7, sharey=True)
     for ax, (data, epsilon) in zip(axes, cells, strict=True):
         here, shown, bars, ends = runs.where(data=data, epsilon=epsilon), [], [], []
@@ -676,8 +678,7 @@ def pretraining(runs: Runs) -> Figure:
                 shown.append(e.mean)
                 bars.append(e)
             if found:
-                usual = "\n(as elsewhere)" if size == images else ""
-                ends.append((found[-1][0], found[-1][1].mean, f"{size:,} images{usual}", INK))
+                ends.append((found[-1][0], found[-1][1].mean, f"{size:,} images", INK))
         ax.set_xscale("log")
         ax.set_xticks(here.values("pt_steps"), [f"{v:,g}" for v in here.values("pt_steps")])
         ax.minorticks_off()
@@ -687,7 +688,7 @@ def pretraining(runs: Runs) -> Figure:
         ax.set_xlabel("pre-training steps on the public images")
     axes[0].set_ylabel("test accuracy of DP-SGD-PT, %")
     plots.headline(figure, head)
-    plots.note(figure, notes(interval_note(runs)))
+    plots.note(figure, notes(interval_note(runs), f"by default there are {_public_size():,} public images"))
     return figure
 
 
@@ -792,7 +793,8 @@ def releases(runs: Runs) -> Figure:
             rows[c.method, c.T_cur] = Row(text + ("\n(as in Table 3)" if c.T_cur == usual else ""),
                                           {"method": c.method, "T_cur": c.T_cur}, {"method": PT}, c.method)
     return dots(runs, list(rows.values()), "Curvature paid from the budget, by how often it is released", pooled=False,
-                xlabel="points above DP-SGD-PT", better="better than DP-SGD-PT")
+                xlabel="points above DP-SGD-PT", better="better than DP-SGD-PT",
+                said="; ".join(f"{label(m)}: {PLAIN[m]}" for m in runs.methods() if m in PLAIN))
 
 
 @plots.themed

@@ -6,6 +6,7 @@
 | filled | ours, a mean with its 95% interval |
 | hollow | the paper's, only where both have one scale |
 | grey band | differences that count as none (±1 point) |
+| ✓ | the claim holds in this cell after Holm's correction; the bars are 95% each |
 | arrow with a number | a mean or an interval that ends beyond the axis: the number says where |
 
 An axis is set by the means and by what their intervals add up to one span more, so one wide interval cannot flatten all

@@ -52,6 +52,14 @@ def test_the_figure_has_two_curves_and_a_line():
     assert [line.get_ydata()[0] for line in ax.lines if line.get_linestyle() == "--"] == [50.0]
 
 
+def test_no_interval_of_the_rates_leaves_what_accuracies_can_be():
+    configs = own_data.rate_configs(4.0, [0, 1, 2], 0.25)
+    runs = Runs.of(configs, records(configs, lambda c: 0.9 if c.seed and (c.eta or 0) < 9 else 0.1))
+    ax = own_data.draw_rates(runs).axes[0]
+    shown = [float(t.get_text()) for t in ax.texts]
+    assert all(0 <= v <= 100 for v in shown)
+
+
 @pytest.mark.parametrize(("worst", "said"), [(0.2, True), (0.45, False)])
 def test_facts_can_be_false(spectra, worst, said):
     configs = own_data.rate_configs(4.0, [0], 0.25)

@@ -156,7 +156,7 @@ def scattered(profile, artifact):
     order = list(METHODS)
 
     def accuracy(c):
-        noise = np.random.default_rng([order.index(c.method), c.seed, int(10 * c.epsilon), c.N or 0])
+        noise = np.random.default_rng([int(c.key(), 16) % 2**32])
         return 50 + 1.5 * order.index(c.method) % 7 + (0.5 + 0.1 * c.epsilon) * noise.normal()
     return runs_of(profile.configs(artifact), accuracy)
 
@@ -170,7 +170,9 @@ CLAIMED = {  # claims whose parts are bars of a figure
     "private-curvature": "ablation_decoupling", "public-curvature": "ablation_decoupling",
     "clipping-space": "ablation_clipping", "mapping-back": "ablation_ours", "kl-needs-curvature": "kl_maps",
     "kl-step-alone": "kl_maps", "best-everywhere": "utility_table", "whole-set": "whole",
-    "other-networks": "networks", "views": "views", "often-released": "releases", "clamp-and-labels": "ablation_ours"}
+    "other-networks": "networks", "views": "views", "any-source": "sources", "few-images": "sample_efficiency",
+    "exponent": "robustness", "rare-updates": "robustness",
+    "often-released": "releases", "clamp-and-labels": "ablation_ours"}
 
 
 @pytest.mark.parametrize("name", CLAIMED)
@@ -199,6 +201,26 @@ def test_cells_that_hold_after_holm_have_a_tick():
     ticks = [t for ax in figures.lead(runs).axes for t in ax.texts if t.get_text() == "✓"]
     assert len(ticks) == len(holds)
     assert not figures.marks_held(scattered(QUICK, "utility_table"), rules.best_in_every_cell), "digits decide nothing"
+
+
+def test_panels_of_differences_share_one_scale():
+    for figure in (figures.arms(scattered(CPU, "ablation_decoupling"), "ablation_decoupling"),
+                   figures.arms(scattered(CPU, "ablation_ours"), "ablation_ours")):
+        assert len({ax.get_xlim() for ax in figure.axes}) == 1
+    bottom = figures.utility(scattered(CPU, "utility_table")).axes[3:]
+    assert len({ax.get_xlim() for ax in bottom}) == 1
+
+
+def test_the_floors_say_what_the_claim_found_of_the_loss():
+    runs = runs_of(CPU.configs("ablation_floor"), lambda c: None if c.method == "dp-ngd-no-floor" else 50.0 + c.seed)
+    for config, record in runs.each():
+        if config.method != "dp-ngd-no-floor":
+            high = 0.1 * (config.method == "dp-ngd-fixed-floor") + 0.01 * (config.seed % 3)
+            record["train_loss"] = [2.0 + high * (1 + config.seed % 2)] * config.T
+    figure = figures.floors(runs)
+    (part,) = rules.lower_loss("dp-ngd", "dp-ngd-fixed-floor")(runs).parts
+    assert any(rules.part_said(part, "", 3) in t.get_text() for t in figure.axes[1].texts)
+    assert figures._about(83_886.1) == "80,000"
 
 
 def test_the_matrix_has_the_best_in_bold():
@@ -286,7 +308,13 @@ def test_the_motivation_figure_is_computed(valley):
     assert (valley.losses["dp-ngd"][:, -1] < 0.95 * valley.losses["dp-sgd"][:, -1]).all(), "in every draw of the noise"
     assert {m: p.shape for m, p in valley.every.items()} == {m: (8, 26, 2) for m in ("dp-sgd", "dp-ngd")}
     assert valley.sigma > 1
-    figures.trajectories(valley).canvas.draw()
+    figure = figures.trajectories(valley)
+    figure.canvas.draw()
+    thick = {m: max(ax.lines, key=lambda line: line.get_linewidth() * (len(line.get_xdata()) > 1))
+             for m, ax in zip(("dp-sgd", "dp-ngd"), figure.axes, strict=False)}
+    for m, line in thick.items():
+        assert np.allclose(line.get_xydata(), valley.every[m].mean(0)), "the mean path, as the mean loss beside it"
+    assert all(valley.lowest <= losses.min() for losses in valley.losses.values())
 
 
 def test_dp_sgd_zigzags_and_dp_ngd_does_not(valley):
