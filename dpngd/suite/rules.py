@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dpngd.data import sets
 from dpngd.suite import stats
 from dpngd.suite.runs import Runs, Terms, seconds_per_step
 from dpngd.suite.stats import Part
@@ -551,8 +552,9 @@ def more_images_pay(runs: Runs) -> Decision:
 def over(axis: str, rival: str) -> Rule:
     """DP-NGD above another method, for every value of a field (which the rival may not have)."""
     def rule(runs: Runs) -> Decision:
-        return superiority(above(runs.where(data=c[0], epsilon=c[1]), f"{cell_name(c)} {v}", {**NGD, axis: v},
-                                 {"method": rival}) for c in runs.cells() for v in runs.where(**NGD).values(axis))
+        return superiority(above(runs.where(data=c[0], epsilon=c[1]), f"{cell_name(c)} {sets.label(v)}",
+                                 {**NGD, axis: v}, {"method": rival})
+                           for c in runs.cells() for v in runs.where(**NGD).values(axis))
     return rule
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpngd.data import sets
-from dpngd.methods import METHODS
+from dpngd.methods import METHODS, baselines
 from dpngd.suite import claims, rules, stats
 from dpngd.suite.runs import Runs
 
@@ -73,14 +73,16 @@ def seen(row: Row) -> str:
     parts = [p for p in row["parts"] if p["estimate"] is not None]
     if len(parts) < 2:
         return sentence(labelled(row["brief"]))
-    least, most = (f(parts, key=lambda p: p["estimate"]) for f in (min, max))
+    cells = list(parts_by_cell(row).values())
+    least, most = (f(cells, key=lambda p: p["estimate"]) for f in (min, max))
     span = f"{amount(least['estimate'], row['unit'])} ({labelled(least['name'])}) to " \
            f"{amount(most['estimate'], row['unit'])} ({labelled(most['name'])})"
     if row["word"] == stats.DEMONSTRATION:
         return f"{len(parts)} comparisons, from {span}. A demonstration: it decides nothing."
     words = [p["word"] for p in row["parts"]]
+    best = "estimates" if len(cells) == len(parts) else f"estimates{rules.OVER_BEST}"
     said = [f"{n} {SHOWS[word][n > 1]}" for word in SHOWS if (n := words.count(word))]
-    return f"Of {len(row['parts'])} comparisons, each by itself, {listed(said)}; estimates run from {span}."
+    return f"Of {len(row['parts'])} comparisons, each by itself, {listed(said)}; {best} run from {span}."
 
 
 def listed(items: Sequence[str]) -> str:
@@ -161,12 +163,18 @@ def brief(row: Row) -> str:
 
 
 def by_cell(row: Row) -> dict[str, float]:
-    """Cell -> estimate, of several rivals that over the best one."""
-    least: dict[str, float] = {}
-    for part in row["parts"]:
-        if part["estimate"] is not None:
-            cell = part["name"].partition(" over ")[0]
-            least[cell] = min(part["estimate"], least.get(cell, part["estimate"]))
+    """Cell -> estimate, of several baselines that over the best one."""
+    return {cell: part["estimate"] for cell, part in parts_by_cell(row).items()}
+
+
+def parts_by_cell(row: Row) -> dict[str, Mapping[str, Any]]:
+    least: dict[str, Mapping[str, Any]] = {}
+    parts = [p for p in row["parts"] if p["estimate"] is not None]
+    for part in parts:
+        cell, _, rival = part["name"].partition(" over ")
+        alone = rival.split(" ")[0] not in baselines() or row["cells"] == len(parts)  # each comparison is a cell
+        cell = part["name"] if alone else cell
+        least[cell] = min(least.get(cell, part), part, key=lambda p: p["estimate"])
     return least
 
 

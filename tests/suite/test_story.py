@@ -25,8 +25,12 @@ THREE = [("cifar10 ε=1 over dp-sgd", "reproduced", 2.0), ("cifar10 ε=1 over ge
 
 def test_what_one_sees_is_counted_from_the_parts():
     assert story.seen(row(parts=THREE)) == (
-        "Of 3 comparisons, each by itself, 2 show it and 1 leaves it open; estimates run from -0.25 points (SVHN ε=2 "
-        "over DP-SGD-PT) to +2.00 points (CIFAR-10 ε=1 over DP-SGD).")
+        "Of 3 comparisons, each by itself, 2 show it and 1 leaves it open; estimates over the best baseline run from "
+        "-0.25 points (SVHN ε=2 over DP-SGD-PT) to +1.50 points (CIFAR-10 ε=1 over GEP).")
+    assert "; estimates run from -0.25" in story.seen(row(parts=THREE, cells=3)), "each baseline for itself"
+    arms = [("svhn ε=2 dp-sgd-pt over dp-ngd-private-20", "reproduced", 2.0),
+            ("svhn ε=2 dp-sgd-pt over dp-ngd-private-50", "reproduced", 3.0)]
+    assert "; estimates run from +2.00" in story.seen(row(parts=arms)), "arms are no baselines: each counts"
     other = [*THREE[:2], ("svhn ε=2 over dp-sgd-pt", "refuted", -3.0)]
     assert "2 show it and 1 shows the opposite" in story.seen(row(parts=other))
     assert story.seen(row(parts=THREE[:1], brief="cifar10 +2.00 points")) == "CIFAR-10 +2.00 points."

@@ -2,14 +2,16 @@
 
 import dataclasses
 import re
+import types
 
 import nbformat
+import pandas as pd
 import pytest
 from nbclient import NotebookClient
 from store_runs import RECORD, config
 
 from dpngd.errors import UsageError
-from dpngd.suite import study
+from dpngd.suite import study, tables
 from dpngd.suite.store import Store
 from dpngd.training.config import RECORD_VERSION
 
@@ -81,3 +83,20 @@ def test_the_stamp_is_that_of_the_results(tmp_path):
     store().put(dataclasses.replace(config(0)), {**RECORD, "accuracy": 0.123})
     store().export([config(0).key()])
     assert stamp(0) != first
+
+
+def test_an_example_is_a_typical_run():
+    runs = [types.SimpleNamespace(T=T, public_size=n) for n in (50, 500) for T in (25, 400, 800)]
+    chosen = study.typical(runs, 500)
+    assert (chosen.T, chosen.public_size) == (400, 500)
+    assert study.typical(runs[2::3], None).T == 800, "none has 400 steps or fewer"
+
+
+def test_values_of_an_axis_are_plain_and_in_order():
+    table = pd.DataFrame([{"method": m, "name": m, "data": "cifar10", "epsilon": 1.0, "T_cur": T, "accuracy": 50.0,
+                           "sd": 1.0, "low": 49.0, "high": 51.0, "n": 8, "diverged": 0, "not_run": 0, "paper": None}
+                          for m, T in (("A", 1000.0), ("A", 8.0), ("B", None))])
+    shown = tables.shown(table, "T_cur")
+    assert list(shown["steps between refreshes"]) == ["8", "once", "none"]
+    assert set(shown["data set"]) == {"CIFAR-10"}
+    assert tables.seeds_said(table) == "n = 8 seeds"
