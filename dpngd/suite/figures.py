@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 PHASES = {"gradients": "per-sample gradients", "whitening": "whitening", "mechanism": "clip, sum, noise",
           "curvature": "curvature or basis", "step": "length of the step", "rest": "rest"}
 HATCHES = dict(zip(PHASES, ("", "////", "....", "xxxx", "||||", ""), strict=True))  # the shade differs by method
-AXES = {"T_cur": "T_cur: steps between refreshes", "p": "p: exponent", "T1": "T1: warm-up share"}
+PANELS = {"T_cur": "T_cur: steps between refreshes", "p": "p: exponent", "T1": "T1: warm-up share"}
 FREE = "dp-ngd-free"
 
 
@@ -96,7 +96,7 @@ SHARED = "all methods share seeds and test images: judge a difference where it i
 Fields = Mapping[str, Any]
 
 
-def differences(runs: Runs, pairs: Sequence[tuple[Fields, Fields]],
+def differences_of(runs: Runs, pairs: Sequence[tuple[Fields, Fields]],
                 pooled: bool = True) -> dict[tuple[str, float, int], stats.Estimate]:
     """(data set, epsilon, number of the pair) -> first less second. `pooled` as most claims have it: the variance over
     seeds is shared by the epsilons of a data set. A bar must be the interval that its claim is decided by."""
@@ -127,7 +127,7 @@ HELD_NOTE = f"{EACH}; ✓: above every baseline after Holm's correction, as the 
 
 
 @dataclass(frozen=True)
-class Row:
+class Difference:
     """A row of differences: first less second, in the look of a method."""
 
     text: str
@@ -137,7 +137,7 @@ class Row:
 
 
 @plots.themed
-def dots(runs: Runs, rows: Sequence[Row], head: str, *, equal: Runs | None = None, paper: str | None = None,
+def dots(runs: Runs, rows: Sequence[Difference], head: str, *, equal: Runs | None = None, paper: str | None = None,
          band: bool = False, pooled: bool = True, xlabel: str = "difference, points", better: str = "",
          said: str = "") -> Figure:
     """Rows of differences with intervals, a panel per cell, all on one scale. `equal`: the same arms at the equation's
@@ -148,8 +148,8 @@ def dots(runs: Runs, rows: Sequence[Row], head: str, *, equal: Runs | None = Non
     pairs = [(r.first, r.second) for r in rows]
     figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, sharey=True, sharex=True,
                              height=1.75 + (0.62 if two else 0.45) * len(rows))
-    found = differences(runs, pairs, pooled)
-    other = differences(equal, pairs, pooled) if two else {}
+    found = differences_of(runs, pairs, pooled)
+    other = differences_of(equal, pairs, pooled) if two else {}
     shown, bars, beside = [0.0], [], False
     for ax, (data, epsilon) in zip(axes, cells, strict=True):
         here = runs.where(data=data, epsilon=epsilon)
@@ -449,7 +449,7 @@ def utility(runs: Runs) -> Figure:
     figure, axes = plots.new(len(datasets), 2, width=max(5.5, min(10.0, 3.3 * len(datasets))),
                              height=3.2 + tall + 0.9, height_ratios=(2.3, tall + 0.3))
     beside = False
-    found = differences(runs, [({"method": m}, {"method": "dp-sgd"}) for m in others])
+    found = differences_of(runs, [({"method": m}, {"method": "dp-sgd"}) for m in others])
     gains, gain_bars = [0.0], []
     for j, data in enumerate(datasets):
         top, bottom = axes[j], axes[len(datasets) + j]
@@ -517,7 +517,7 @@ def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str
     step = len(methods) + 0.8
     figure, axes = plots.new(2, len(cells), width=WIDTH, height=1.45 + len(cells) * (0.75 + 0.24 * step * len(kinds)))
     pairs = [({"method": m}, {"method": "dp-sgd"}) for m in others]
-    found = [differences(runs.where(**dict(zip(fields, kind, strict=True))), pairs, pooled) for kind in kinds]
+    found = [differences_of(runs.where(**dict(zip(fields, kind, strict=True))), pairs, pooled) for kind in kinds]
     shown, gains, bars, gain_bars = [], [0.0], [], []
     for i, (data, epsilon) in enumerate(cells):
         left, right = axes[2 * i:2 * i + 2]
@@ -648,8 +648,9 @@ def sizes(runs: Runs) -> Figure:
 
 def sources(runs: Runs) -> Figure:
     """DP-NGD with each public set, in points above DP-SGD."""
-    rows = [Row(" + ".join(map(sets.label, source.split("+"))), {"method": m, "public": source}, {"method": "dp-sgd"},
-                m) for source in runs.values("public") for m in runs.methods() if m != "dp-sgd"]
+    rows = [Difference(" + ".join(map(sets.label, source.split("+"))), {"method": m, "public": source},
+                       {"method": "dp-sgd"}, m)
+            for source in runs.values("public") for m in runs.methods() if m != "dp-sgd"]
     sizes = runs.values("public_size")
     count = f"{sizes[0]:,} public images each" if len(sizes) == 1 else ""
     patches = "photographs: patches of two of scikit-learn's" if "photos" in runs.values("public") else ""
@@ -708,7 +709,7 @@ PAIRS = {  # what the claims of these artifacts compare, in the order of the pap
     "kl_maps": ((KL, "dp-sgd-kl"), ("dp-sgd", "dp-sgd-kl"), (KL, "adadps-kl"), (KL, "dp-ngd-kl-one-sided"),
                 (KL, "dp-ngd-kl-post"), (NGD, "dp-ngd-auto"), (NGD, KL), (NGD, "dp-ngd-free"), (NGD, "dp-sgd")),
 }
-PLAIN = {  # what a label does not say, in a few words
+IN_WORDS = {  # what a label does not say, in a few words
     "dp-ngd-private-20": "20% of the budget buys the curvature",
     "dp-ngd-private-50": "half the budget buys the curvature",
     "dp-ngd-pre": "clip the gradient, then F⁻¹", "dp-ngd-post": "F⁻¹ first, then clip",
@@ -730,8 +731,8 @@ def arms(runs: Runs, artifact: str, equal: Runs | None = None) -> Figure:
     def name(m: str) -> str:
         return f"tuned {label(m)}" if untuned and m in (NGD, "dp-sgd") else label(m)
 
-    rows = [Row(f"{name(a)} minus {name(b)}" + (f"\n({PLAIN[b]})" if b in PLAIN else ""), {"method": a}, {"method": b},
-                b) for a, b in found]
+    rows = [Difference(f"{name(a)} minus {name(b)}" + (f"\n({IN_WORDS[b]})" if b in IN_WORDS else ""),
+                       {"method": a}, {"method": b}, b) for a, b in found]
     return dots(runs, rows, TITLES[artifact], equal=equal, paper=artifact, better="the first is better",
                 band=artifact in ("ablation_ours", "kl_maps"), said="mark and colour: the second method of the row")
 
@@ -790,11 +791,11 @@ def releases(runs: Runs) -> Figure:
         if c.T_cur is not None:
             count = math.ceil(c.T / c.T_cur)
             text = f"{label(c.method)}, {count} release{'s' if count > 1 else ''}"
-            rows[c.method, c.T_cur] = Row(text + ("\n(as in Table 3)" if c.T_cur == usual else ""),
+            rows[c.method, c.T_cur] = Difference(text + ("\n(as in Table 3)" if c.T_cur == usual else ""),
                                           {"method": c.method, "T_cur": c.T_cur}, {"method": PT}, c.method)
     return dots(runs, list(rows.values()), "Curvature paid from the budget, by how often it is released", pooled=False,
                 xlabel="points above DP-SGD-PT", better="better than DP-SGD-PT",
-                said="; ".join(f"{label(m)}: {PLAIN[m]}" for m in runs.methods() if m in PLAIN))
+                said="; ".join(f"{label(m)}: {IN_WORDS[m]}" for m in runs.methods() if m in IN_WORDS))
 
 
 @plots.themed
@@ -1000,7 +1001,7 @@ def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
         ax.grid(axis="x", visible=False)
         ax.set_xticks(range(len(values)), [f"{v:g}" + ("\ndefault" if v == default else "") for v in values])
         ax.set_xlim(-0.5, len(values) - 0.5)
-        ax.set_title(AXES[axis], loc="left")
+        ax.set_title(PANELS[axis], loc="left")
     for ax in axes:
         settle(ax, shown, 0.2, room=3, intervals=bars)
         plots.none_band(ax)

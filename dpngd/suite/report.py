@@ -256,7 +256,7 @@ def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: 
     return env.get_template("report.html.j2").render(
         **data, left=left, image=lambda name: picture(folder / name), width=lambda name: width(folder / name),
         lead=leads[0] if leads else None, groups=grouped(data["claims"]), anchor=anchors(left), interval=interval,
-        power=power, listed=listed, told=told_by(data["claims"], anchors(left)), seen=story.seen, compact=compact,
+        power=power, listed=comparisons, told=told_by(data["claims"], anchors(left)), seen=story.seen, compact=compact,
         counts=tally(papers), total=len(papers), undecided=sum(r["word"] == stats.NOT_RUN for r in papers),
         audit=audit_part(folder), bench=bench_part(folder), deviations=deviations(),
         inconsistencies=published()["inconsistencies"], defaults=settings.settings["defaults"],
@@ -264,7 +264,7 @@ def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: 
         seeds_of=claims.seeds_text, worded=claims.worded, demonstration=data["profile"] in claims.DEMONSTRATIONS)
 
 
-def listed(c: Mapping[str, Any]) -> list[str]:
+def comparisons(c: Mapping[str, Any]) -> list[str]:
     """The comparisons of a claim one by one (of a cell with several rivals the best), as `ours` tells them."""
     return claims.without_tally(c["ours"]).split("; ")
 

@@ -202,7 +202,7 @@ def matrix(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).fillna("")
 
 
-def seeds_said(table: pd.DataFrame) -> str:
+def seeds_counted(table: pd.DataFrame) -> str:
     """n = 8, or n = 3 to 8 as long as some runs are missing."""
     if table.empty:
         return "n = 0 seeds"

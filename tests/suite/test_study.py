@@ -99,4 +99,4 @@ def test_values_of_an_axis_are_plain_and_in_order():
     shown = tables.shown(table, "T_cur")
     assert list(shown["steps between refreshes"]) == ["8", "once", "none"]
     assert set(shown["data set"]) == {"CIFAR-10"}
-    assert tables.seeds_said(table) == "n = 8 seeds"
+    assert tables.seeds_counted(table) == "n = 8 seeds"
