@@ -1,16 +1,19 @@
-"""Where the milliseconds of a DP-SGD step go, part by part, as docs/speed.md shows them. On a quiet machine:
+"""Where the milliseconds of a DP-SGD step and of a refresh of F go, part by part, as docs/speed.md shows them; and how
+fast one core copies. On a quiet machine:
 
     OMP_NUM_THREADS=1 python tests/helpers/step_phases.py small
 """
 
 import collections
 import functools
+import itertools
 import sys
 import time
 
 import torch
 import torch.nn.functional as F
 
+from dpngd.curvature import KFAC
 from dpngd.geometry import Euclidean
 from dpngd.gradients import PerSample, Tape
 from dpngd.layers.conv import Conv2dLayer, ConvFactors
@@ -73,6 +76,43 @@ def main(network):
         step()
     for part, total in seconds.most_common():
         print(f"  {part:36}{1e3 * total / STEPS:7.2f} ms")
+
+
+    refresh(model)
+    copies()
+
+
+def refresh(model, n=500, least=0.025):
+    """Passes over public images, the moments A and G beside them, and eigenvectors, in CPU time."""
+    x = torch.randn(n, 3, 32, 32, generator=stream(0, "public"))
+    kfac = KFAC(model, x, generator=stream(0, "labels"), span=True, least=least)
+    kfac()
+    at = [time.process_time()]
+    moments = kfac._moments(True)
+    at.append(time.process_time())
+    for m in moments:
+        m.decompose(n, least)
+    at.append(time.process_time())
+    for part in x.split(kfac.micro_batch):
+        with Tape(model, kfac.layers, lambda *_: None) as tape:
+            logits = tape.forward(part)
+            tape.backward(logits, torch.ones_like(logits), retain=False)
+    at.append(time.process_time())
+    both, eigenvectors, passes = (1e3 * (b - a) for a, b in itertools.pairwise(at))
+    print(f"a refresh of {n} images: passes {passes:.0f} ms, A and G {both - passes:.0f}, "
+          f"eigenvectors {eigenvectors:.0f}")
+
+
+def copies():
+    """GB/s read and written by one core, by the size of what is copied."""
+    for mb in (4, 8, 16, 64):
+        a, seconds = torch.ones(mb * 2**18), []
+        b = torch.empty_like(a)
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            b.copy_(a)
+            seconds.append(time.perf_counter() - start)
+        print(f"copying {mb} MiB: {2 * mb * 2**20 / sorted(seconds)[STEPS // 3] / 1e9:.0f} GB/s")
 
 
 if __name__ == "__main__":
