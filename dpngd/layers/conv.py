@@ -7,9 +7,9 @@ around a position, so
     A[(c, delta), (c', delta')] = sum_{r in V(delta)} x_c(r) x_c'(r + delta' - delta),    x = 0 outside the image
 
 depends on delta only through V(delta), the positions that the window leaves inside the image. The sum over all r is the
-image's autocorrelation at (2k-1)^2 lags, which is one weight gradient of a convolution of x with itself: 25 products
-per pair of channels for k = 3 where unfolding takes 81. What V(delta) lacks is a few border rows and columns, which are
-taken off by inclusion and exclusion (`patch_moment`).
+image's autocorrelation, which is one weight gradient of a convolution of x with itself, at k (2k-1) lags, since A is
+symmetric: 15 products per pair of channels for k = 3 where unfolding takes 81. What V(delta) lacks is a few border rows
+and columns, which are taken off by inclusion and exclusion (`patch_moment`).
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class Conv2dLayer(Layer):
     def second_moment(self, a: Tensor, H: int, W: int) -> Tensor:
         """sum over images and positions of a a', a 1 appended for the bias: (R, I, I)."""
         same_size = keeps_size(self.kernel, self.stride, self.padding, self.dilation, self.R)
-        if same_size and self.pad is None and min(H, W) >= 16:  # below that, unfolding costs no more
+        if same_size and self.pad is None and min(H, W) >= 4:  # below that, borders cost what it saves
             A, ones = (t.unsqueeze(0) for t in patch_moment(a, self.kernel[0]))
         elif self.R == 1:
             A, ones = a.new_zeros(self.patch, self.patch), a.new_zeros(self.patch)
@@ -282,9 +282,11 @@ class Conv2dLayer(Layer):
         """A with the row and column of the bias' coordinate, 1: sums of a (R, I), and of 1, `count`."""
         if not self.bias:
             return A
-        ones = ones.unsqueeze(2)
-        last = torch.cat([ones.mT, ones.new_full((self.R, 1, 1), count)], 2)
-        return torch.cat([torch.cat([A, ones], 2), last], 1)
+        whole = A.new_empty(self.R, self.patch + 1, self.patch + 1)
+        whole[:, :-1, :-1] = A
+        whole[:, -1, :-1] = whole[:, :-1, -1] = ones
+        whole[:, -1, -1] = count
+        return whole
 
 
 class ConvFactors:
@@ -363,34 +365,57 @@ def keeps_size(kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[
 
 
 def patch_moment(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """x (n, C, H, W) -> sum of a a' (C k k, C k k) and sum of a (C k k), over all n*H*W zero-padded patches."""
+    """x (n, C, H, W) -> sum of a a' (C k k, C k k) and sum of a (C k k), over all n*H*W zero-padded patches.
+
+    A is symmetric, so only lags that do not point down are computed. Of a border strip fewer matter: with h = k // 2, a
+    lag of h or more across the strip leads out of the image or to an offset that no patch has.
+    """
     C, H, W = x.shape[1:]
     h = k // 2
-    padded = F.pad(x, (2 * h,) * 4)
+    reach, near = 2 * h, h - 1  # the largest lag of all, and across a border strip
     total = x.sum(0)
 
-    def correlation(rows: slice, cols: slice) -> Tensor:
-        """sum_{r in rows x cols} x_c(r) x_c'(r + lag), shape (C, C, 4h+1, 4h+1)."""
-        here = x[:, :, rows, cols]
-        around = padded[:, :, rows.start : rows.stop + 4 * h, cols.start : cols.stop + 4 * h]
-        shape = x.new_empty(()).expand(C, C, 4 * h + 1, 4 * h + 1)  # only its shape is read
-        return torch.ops.aten.convolution_backward(here.contiguous(), around, shape, None, (1, 1), (0, 0), (1, 1),
-                                                   False, (0, 0), 1, (False, True, False))[1]
+    def correlation(x: Tensor, rows: slice, cols: slice, up: int, aside: int) -> Tensor:
+        """sum_{r in rows x cols} x_c(r) x_c'(r + lag), lags -up .. 0 by -aside .. aside: (C, C, up+1, 2 aside+1)."""
+        top, left, right = rows.start - up, cols.start - aside, cols.stop + aside
+        around = F.pad(x[:, :, max(0, top) : rows.stop, max(0, left) : right],
+                       (max(0, -left), max(0, right - W), max(0, -top), 0))
+        shape = x.new_empty(()).expand(C, C, up + 1, 2 * aside + 1)  # only its shape is read
+        return torch.ops.aten.convolution_backward(x[:, :, rows, cols].contiguous(), around, shape, None, (1, 1),
+                                                   (0, 0), (1, 1), False, (0, 0), 1, (False, True, False))[1]
 
     def outside(delta: int, size: int) -> slice:
         """The positions r of 0 .. size-1 that are no o + delta for o in 0 .. size-1."""
         return slice(size + delta, size) if delta < 0 else slice(0, delta)
 
-    every = correlation(slice(0, H), slice(0, W))
+    def within(i: int) -> tuple[slice, slice]:
+        """The offsets of 0 .. k-1 at a lag of at most `near` from i, and those lags among -near .. near."""
+        lo, hi = max(0, i - near), min(k, i + near + 1)
+        return slice(lo, hi), slice(near + lo - i, near + hi - i)
+
+    down, across = slice(0, H), slice(0, W)
+    at_once = max(1, 2 * UNFOLDED // (C * H * W * x.element_size()))  # images that stay in a core's caches
+    every = sum(correlation(part, down, across, reach, reach) for part in x.split(at_once))
     offsets = range(-h, h + 1)
-    row = {d: correlation(outside(d, H), slice(0, W)) if d else 0 for d in offsets}
-    col = {d: correlation(slice(0, H), outside(d, W)) if d else 0 for d in offsets}
+    row = {d: correlation(x, outside(d, H), across, near, reach) for d in offsets if d}
+    col = {d: correlation(x, down, outside(d, W), reach, near) for d in offsets if d}
     A = x.new_empty(C, k, k, C, k, k)
     s = x.new_empty(C, k, k)
     for i, dy in enumerate(offsets):
+        rows, up = slice(max(0, i - near), i + 1), slice(near - min(i, near), near + 1)
         for j, dx in enumerate(offsets):
-            corner = correlation(outside(dy, H), outside(dx, W)) if dy and dx else 0
-            lags = every - row[dy] - col[dx] + corner
-            A[:, i, j] = lags[:, :, h - dy : 3 * h + 1 - dy, h - dx : 3 * h + 1 - dx]
+            cols, aside = within(j)
+            block = A[:, i, j, :, : i + 1]  # (C, C, i+1, k): taps (i', j') with i' <= i, at the lags (i' - i, j' - j)
+            block.copy_(every[:, :, reach - i :, reach - j : reach - j + k])
+            if dy:
+                block[:, :, rows] -= row[dy][:, :, up, reach - j : reach - j + k]
+            if dx:
+                block[..., cols] -= col[dx][:, :, reach - i :, aside]
+            if dy and dx:
+                corner = correlation(x, outside(dy, H), outside(dx, W), near, near)
+                block[:, :, rows, cols] += corner[:, :, up, aside]
             s[:, i, j] = total[:, max(0, dy) : H + min(0, dy), max(0, dx) : W + min(0, dx)].sum((1, 2))
+    for i in range(k):
+        for below in range(i + 1, k):
+            A[:, i, :, :, below] = A[:, below, :, :, i].permute(2, 3, 0, 1)
     return A.view(C * k * k, -1), s.flatten()
