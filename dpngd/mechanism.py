@@ -193,9 +193,8 @@ class GaussianMechanism:
         """block + noise in float64, rounded to the grid, in the block's dtype."""
         if std == 0:
             return block.clone()
-        s = block.double()
-        step = grid(std)
-        return (s + noise(s, std)).div_(step).round_().mul_(step).to(block.dtype)
+        s, step = block.to(torch.float64, copy=True), grid(std)
+        return s.add_(noise(s, std)).div_(step).round_().mul_(step).to(block.dtype)
 
     def release(self, batches: Iterable[Any], geometry: Geometry, zeros: Blocks, noise: Noise, each: Each = map,
                 ) -> Release:

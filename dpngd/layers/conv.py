@@ -66,8 +66,16 @@ class Conv2dLayer(Layer):
         """Per-sample gradients in the form that costs least for these shapes."""
         a, I = self.padded(a), self.patch
         S = K * d.shape[2] * d.shape[3]
-        few = 2 * S * (I + self.O) < self.O * I  # S^2 (I + O) products and one weight gradient, against S O I and g
+        # Pairs of positions, S^2 (I + O) products or with stride 1 S^2 (C + O), and one weight gradient of S O I,
+        # against S O I products that run slower, and g to be written and read.
+        pairs_cost = min(2 * (I + self.O), 4 * (self.C + self.O)) if self.pixels_pair else 2 * (I + self.O)
+        few = S * pairs_cost < self.O * I
         return ConvFactors(self, a, d, K) if few and self.R == 1 else self.per_sample(a, d, K)
+
+    @property
+    def pixels_pair(self) -> bool:
+        """Whether `patch_pairs` covers it: stride 1, and more taps than one."""
+        return self.stride == (1, 1) and self.taps > 1 and self.R == 1
 
     def samples(self, a: Tensor, d: Tensor) -> Dense | Factors:
         """g, or where positions are few the patches and output gradients that it is a product of."""
@@ -198,6 +206,38 @@ class Conv2dLayer(Layer):
             U = rows.index_select(0, runs[: len(part) // views * (len(runs) // step)])
             yield U.view(-1, views * H * W, self.patch)
 
+    def patch_pairs(self, a: Tensor, b: int, H: int, W: int) -> Tensor:
+        """`pairs` of the patches of b samples, (b, S, S), where `pixels_pair`: no patch is copied out.
+
+        Patches are made of pixels x(r), so a_s' a_t = sum over taps delta of x(s + delta)' x(t + delta): the products
+        of all pairs of pixels, once, added up along the taps; first those of a kernel row, then the rows.
+        """
+        K, C, height, width = len(a) // b, *a.shape[1:]
+        X = a.view(b, K, C, -1).transpose(1, 2).reshape(b, C, -1)
+        P = pairs(X.mT).view(b, K, height, width, K, height, width)
+        for axis, out, tap in ((3, W, 1), (2, H, 0)):
+            P = self._along_taps(P, axis, out, tap)
+        return P.view(b, K * H * W, -1)
+
+    def _along_taps(self, P: Tensor, axis: int, out: int, tap: int) -> Tensor:
+        """sum_j P(s + j, t + j) over the taps j of one axis of the kernel, s and t its output positions.
+
+        P    products of pairs, of which the axes `axis` and `axis` + 3 count pixels; those outside the image are 0
+        """
+        size, pad, step = P.shape[axis], self.padding[tap], self.dilation[tap]
+        shape = list(P.shape)
+        shape[axis] = shape[axis + 3] = out
+        total = P.new_zeros(shape)
+        for j in range(self.kernel[tap]):
+            first = j * step - pad  # the pixel that output position 0 sees
+            lo, hi = max(0, -first), min(out, size - first)
+            if lo < hi:
+                here, there = total, P
+                for at in (axis, axis + 3):
+                    here, there = here.narrow(at, lo, hi - lo), there.narrow(at, lo + first, hi - lo)
+                here += there
+        return total
+
     def _runs(self, image: tuple[int, ...], output: tuple[int, int], device: torch.device) -> tuple[Tensor, int]:
         """Where the runs of memory of all patches start, in pixels' groups of C channels, and their length.
 
@@ -292,7 +332,8 @@ class Conv2dLayer(Layer):
 class ConvFactors:
     """A wide convolution with few positions: a (b*K, C, H, W) and d (b*K, O, H', W') kept as they are.
 
-    ||g||^2 = <U U', d d'> over pairs of positions, U the unfolded input, costs S^2 (I + O) where g costs S I O;
+    ||g||^2 = <U U', d d'> over pairs of positions, U the unfolded input, costs S^2 (I + O) where g costs S I O,
+    and with stride 1 only S^2 (C + O), since U U' follows from pairs of pixels (`Conv2dLayer.patch_pairs`);
     projections are convolutions with the directions as kernels; the weighted sum is one ordinary weight gradient.
     """
 
@@ -308,7 +349,10 @@ class ConvFactors:
     def _norms(self) -> tuple[Tensor, Tensor]:
         layer, (H, W) = self.layer, self.d.shape[2:]
         d, b = self._positions(self.d).mT, len(self.d) // self.K
-        A = torch.cat([pairs(U) for U in layer._patch_rows(self.a, b, H, W)])
+        if layer.pixels_pair:
+            A = layer.patch_pairs(self.a, b, H, W)
+        else:
+            A = torch.cat([pairs(U) for U in layer._patch_rows(self.a, b, H, W)])
         return gram_sq_norms(A, d, lambda rows: self.select(rows).double().materialise(), layer.patch, one=layer.bias)
 
     def sq_norms(self) -> Tensor:

@@ -40,3 +40,30 @@ def test_a_layer_takes_the_right_way(options, bias):
     if bias:
         U = F.pad(U, (0, 0, 0, 1), value=1.0)
     torch.testing.assert_close(A[0], U @ U.mT)
+
+
+@pytest.mark.parametrize("K", [1, 3])
+@pytest.mark.parametrize("options", [
+    {"padding": 1}, {"padding": 0}, {"padding": (0, 2)}, {"padding": 2, "dilation": 2}, {"kernel_size": (1, 3)},
+    {"kernel_size": 5, "padding": 4}])
+def test_pairs_of_patches_from_pairs_of_pixels(options, K):
+    conv = nn.Conv2d(3, 4, **{"kernel_size": 3, **options}).double()
+    layer, x = Conv2dLayer("conv", conv), torch.randn(2 * K, 3, 7, 6, dtype=torch.float64,
+                                                      generator=torch.Generator().manual_seed(0))
+    H, W = conv(x).shape[2:]
+    U = F.unfold(x, conv.kernel_size, conv.dilation, conv.padding).unflatten(0, (2, K)).transpose(2, 3).flatten(1, 2)
+    torch.testing.assert_close(layer.patch_pairs(x, 2, H, W), U @ U.mT)
+
+
+@pytest.mark.parametrize(("options", "covered"), [({}, True), ({"stride": 2}, False), ({"groups": 2}, False),
+                                                  ({"kernel_size": 1, "padding": 0}, False)])
+def test_pairs_of_pixels_are_taken_where_they_cover_the_convolution(monkeypatch, options, covered):
+    conv = nn.Conv2d(64, 64, **{"kernel_size": 3, "padding": 1, **options})
+    layer, taken, pairs = Conv2dLayer("conv", conv), [], Conv2dLayer.patch_pairs
+    monkeypatch.setattr(Conv2dLayer, "patch_pairs", lambda *a: taken.append(1) or pairs(*a))
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(5, 64, 8, 8, generator=generator)
+    d = torch.randn(conv(a).shape, generator=generator)
+    g = layer.gradient(a, d, 1)
+    torch.testing.assert_close(g.sq_norms(), g.materialise().flatten(1).square().sum(1))
+    assert bool(taken) == covered
