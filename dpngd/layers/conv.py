@@ -271,7 +271,7 @@ class Conv2dLayer(Layer):
     def second_moment(self, a: Tensor, H: int, W: int) -> Tensor:
         """sum over images and positions of a a', a 1 appended for the bias: (R, I, I)."""
         same_size = keeps_size(self.kernel, self.stride, self.padding, self.dilation, self.R)
-        if same_size and self.pad is None and min(H, W) >= 4:  # below that, borders cost what it saves
+        if same_size and self.pad is None and min(H, W) >= max(4, self.kernel[0]):  # in smaller ones borders are most
             A, ones = (t.unsqueeze(0) for t in patch_moment(a, self.kernel[0]))
         elif self.R == 1:
             A, ones = a.new_zeros(self.patch, self.patch), a.new_zeros(self.patch)

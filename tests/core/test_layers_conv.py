@@ -42,6 +42,14 @@ def test_a_layer_takes_the_right_way(options, bias):
     torch.testing.assert_close(A[0], U @ U.mT)
 
 
+@pytest.mark.parametrize(("k", "H", "W"), [(3, 4, 5), (3, 3, 9), (5, 4, 6), (5, 5, 5), (9, 4, 4), (11, 4, 12)])
+def test_a_kernel_may_be_larger_than_the_image(k, H, W):
+    conv = nn.Conv2d(2, 3, k, padding=k // 2).double()
+    x = torch.randn(3, 2, H, W, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    U = F.pad(F.unfold(x, k, padding=k // 2).transpose(0, 1).flatten(1), (0, 0, 0, 1), value=1.0)
+    torch.testing.assert_close(Conv2dLayer("conv", conv).second_moment(x, H, W)[0], U @ U.mT)
+
+
 @pytest.mark.parametrize("K", [1, 3])
 @pytest.mark.parametrize("options", [
     {"padding": 1}, {"padding": 0}, {"padding": (0, 2)}, {"padding": 2, "dilation": 2}, {"kernel_size": (1, 3)},
