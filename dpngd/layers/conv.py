@@ -339,6 +339,7 @@ class ConvFactors:
 
     def __init__(self, layer: Conv2dLayer, a: Tensor, d: Tensor, K: int):
         self.layer, self.a, self.d, self.K = layer, a, d, K
+        self._g: Dense | None = None  # kept once somebody asked for it: norms and sums are then those of g
 
     def _positions(self, t: Tensor) -> Tensor:
         """(b*K, rows, H', W') -> (b, rows, S)."""
@@ -356,10 +357,10 @@ class ConvFactors:
         return gram_sq_norms(A, d, lambda rows: self.select(rows).double().materialise(), layer.patch, one=layer.bias)
 
     def sq_norms(self) -> Tensor:
-        return self._norms[0]
+        return self._norms[0] if self._g is None else self._g.sq_norms()
 
     def terms(self) -> Tensor:
-        return self._norms[1]
+        return self._norms[1] if self._g is None else self._g.terms()
 
     def diagonal_sq_norms(self, w: Tensor) -> Tensor:
         return weighted_energy(self.materialise(), w)
@@ -383,6 +384,8 @@ class ConvFactors:
         return self.terms()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
+        if self._g is not None:
+            return self._g.weighted_sum(c)
         d = self.d * c.repeat_interleave(self.K)[:, None, None, None]
         w = self.layer.weight_gradient(self.a, d, 1)
         return torch.cat([w, d.sum((0, 2, 3)).view(1, -1, 1)], -1) if self.layer.bias else w
@@ -390,7 +393,10 @@ class ConvFactors:
     def materialise(self) -> Tensor:
         # Groups leave the columns in order; where g is wanted whole, that spares a copy. Not in float64: no kernel.
         ordered = self.layer.C % 8 == 0 and self.layer.taps > 1 and self.a.dtype == torch.float32
-        return self.layer.per_sample(self.a, self.d, self.K, "groups" if ordered else None).materialise()
+        g = self.layer.per_sample(self.a, self.d, self.K, "groups" if ordered else None)
+        if self.layer.pixels_pair:  # with other strides it would change the rounding of recorded runs
+            self._g = g
+        return g.materialise()
 
     def select(self, keep: Tensor) -> ConvFactors:
         rows = (keep[:, None] * self.K + torch.arange(self.K, device=keep.device)).flatten()

@@ -123,7 +123,7 @@ class Subspace:
         return torch.stack([e.square().sum(1) for e in parts]).sum(0)
 
     def sq_norms(self, g: SampleGradients) -> tuple[Tensor, Tensor]:
-        whole, inside = g.sq_norms(), self._inside(g)
+        inside, whole = self._inside(g), g.sq_norms()  # in this order: g is formed by the first
         outside = whole - inside
         # Little is left of the subtraction, or of the terms that are added up: a gradient that lies almost wholly in
         # one channel is large in the sum from which the other is computed, and so is that sum's rounding in float32.

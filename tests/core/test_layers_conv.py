@@ -75,3 +75,14 @@ def test_pairs_of_pixels_are_taken_where_they_cover_the_convolution(monkeypatch,
     g = layer.gradient(a, d, 1)
     torch.testing.assert_close(g.sq_norms(), g.materialise().flatten(1).square().sum(1))
     assert bool(taken) == covered
+
+
+def test_gradients_that_were_formed_are_summed_and_not_formed_again(monkeypatch):
+    """AdaDPS and GEP look at g itself."""
+    layer, generator = Conv2dLayer("conv", nn.Conv2d(64, 64, 3, padding=1)), torch.Generator().manual_seed(0)
+    a, d = (torch.randn(5, 64, 8, 8, generator=generator) for _ in range(2))
+    c, g = torch.rand(5, generator=generator), layer.gradient(a, d, 1)
+    by_factors, whole = g.weighted_sum(c), g.materialise()
+    monkeypatch.setattr(Conv2dLayer, "weight_gradient", lambda *a: pytest.fail("computed again"))
+    torch.testing.assert_close(g.weighted_sum(c), by_factors)
+    torch.testing.assert_close(g.weighted_sum(c), torch.einsum("b,broi->roi", c, whole))
