@@ -68,9 +68,14 @@ class Conv2dLayer(Layer):
         S = K * d.shape[2] * d.shape[3]
         # Pairs of positions, S^2 (I + O) products or with stride 1 S^2 (C + O), and one weight gradient of S O I,
         # against S O I products that run slower, and g to be written and read.
-        pairs_cost = min(2 * (I + self.O), 4 * (self.C + self.O)) if self.pixels_pair else 2 * (I + self.O)
+        pairs_cost = min(2 * (I + self.O), 4 * (self.C + self.O)) if self.by_pixels(a) else 2 * (I + self.O)
         few = S * pairs_cost < self.O * I
         return ConvFactors(self, a, d, K) if few and self.R == 1 else self.per_sample(a, d, K)
+
+    def by_pixels(self, a: Tensor) -> bool:
+        """Whether pairs of pixels decide what is cheap. Not on a GPU, which would wait at every such layer for the search
+        for norms that are lost in rounding."""
+        return self.pixels_pair and a.device.type == "cpu"
 
     @property
     def pixels_pair(self) -> bool:

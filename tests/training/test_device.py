@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpngd.curvature import KFAC
 from dpngd.geometry import Euclidean, Kronecker
 from dpngd.gradients import PerSample
+from dpngd.layers.conv import Conv2dLayer
 from dpngd.mechanism import GaussianMechanism
 from dpngd.noise import stream
 from dpngd.training import models
@@ -76,7 +77,8 @@ def test_per_sample_gradients_wait_for_nothing(name, no_copies):
 
 @pytest.mark.parametrize("geometry", ["euclidean", "kronecker"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_waits_twice_per_micro_batch_and_copies_nothing(name, geometry, request):
+def test_a_step_waits_twice_per_micro_batch_and_copies_nothing(name, geometry, request, monkeypatch):
+    monkeypatch.setattr(Conv2dLayer, "by_pixels", lambda *_: False)  # as on a GPU: the next test
     model = network(name)
     maps, mechanism = geometry_of(geometry, model), GaussianMechanism((1.0,), 1.0, 8.0)
     per_sample = PerSample(model, check=False)
@@ -94,6 +96,12 @@ def test_a_step_waits_twice_per_micro_batch_and_copies_nothing(name, geometry, r
     assert counts[2] - counts[1] == 2 * per_micro_batch
     assert per_micro_batch <= 3, "all finite, any fragile, and for Kronecker how many"
     assert rest <= 3, "the loss and the share that was clipped, for the record"
+
+
+def test_on_other_devices_than_cpus_no_layer_is_chosen_by_pairs_of_pixels():
+    layer = Conv2dLayer("conv", torch.nn.Conv2d(64, 64, 3, padding=1))
+    assert layer.by_pixels(torch.zeros(1))
+    assert not layer.by_pixels(torch.zeros(1, device="meta"))
 
 
 @pytest.mark.parametrize("name", MODELS)
