@@ -73,8 +73,8 @@ class Conv2dLayer(Layer):
         return ConvFactors(self, a, d, K) if few and self.R == 1 else self.per_sample(a, d, K)
 
     def by_pixels(self, a: Tensor) -> bool:
-        """Whether pairs of pixels decide what is cheap. Not on a GPU, which would wait at every such layer for the search
-        for norms that are lost in rounding."""
+        """Whether pairs of pixels decide what is cheap. Not on a GPU: it would wait at every such layer,
+        for the search for norms that are lost in rounding."""
         return self.pixels_pair and a.device.type == "cpu"
 
     @property
