@@ -116,7 +116,8 @@ def test_a_typo_in_the_parameters_is_one_line(opened, notebook):
     assert value in line, "it says what is meant or valid"
     drawn = page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.stderr"], '
                          '.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]').last
-    assert wrong in drawn.inner_text(), "the reader sees it"
+    expect = pytest.importorskip("playwright.sync_api").expect
+    expect(drawn, "the reader sees it").to_contain_text(wrong, timeout=30_000)  # drawn after the kernel is idle
     assert "Traceback" not in drawn.inner_text()
 
 
