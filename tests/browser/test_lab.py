@@ -19,9 +19,10 @@ from dpngd.suite import paths
 NOTEBOOKS = sorted(path.stem for path in paths.NOTEBOOKS.glob("*.ipynb"))
 EACH = pytest.mark.parametrize("notebook", NOTEBOOKS)
 LIMIT = 1500.0  # seconds for a notebook whose runs are not stored; only a hang reaches it
-SETTINGS = {  # no questions about news, and every cell drawn, not only those in view
+SETTINGS = {  # no questions about news, every cell drawn, not only those in view, and no test finds another's outputs
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
+    "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
 }
 READY = """() => {
     const panel = window.jupyterapp?.shell.currentWidget;
@@ -114,10 +115,11 @@ def test_a_typo_in_the_parameters_is_one_line(opened, notebook):
     (line,) = "\n".join(error["traceback"]).strip().splitlines()
     assert f"'{wrong}'" in line
     assert value in line, "it says what is meant or valid"
-    drawn = page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.stderr"], '
-                         '.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]').last
+    kinds = ", ".join(f'.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.{kind}"]'
+                      for kind in ("stderr", "error"))
+    drawn = page.locator(kinds, has_text=f"'{wrong}'").first
     expect = pytest.importorskip("playwright.sync_api").expect
-    expect(drawn, "the reader sees it").to_contain_text(wrong, timeout=30_000)  # drawn after the kernel is idle
+    expect(drawn, "the reader sees it").to_be_visible(timeout=30_000)  # drawn after the kernel is idle
     assert "Traceback" not in drawn.inner_text()
 
 
