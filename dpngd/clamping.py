@@ -61,14 +61,24 @@ def floor_by_rank(curvature: Sequence[LayerCurvature], share: float = RANK_SHARE
 
 def by_rank(spectrum: Tensor, share: float) -> float:
     """The value of `spectrum` (n,) above which floor(share n) of its values are, at least one of them."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
-        raise UsageError(f"share is {share!r}: it must be above 0 and below 1")
-    rank = min(max(1, int(share * spectrum.numel())), spectrum.numel() - 1)
-    floor = float(spectrum.sort(descending=True).values[rank])
+    check_share("share", share)
+    floor = ranked(spectrum, share)
     if not floor > 0:
         raise UsageError(f"only {int((spectrum > 0).sum())} of {spectrum.numel()} directions have curvature, fewer "
                          f"than {100 * share:g} %: take more public images, or a smaller share")
     return floor
+
+
+def ranked(spectrum: Tensor, share: float) -> float:
+    """The same, zero where no more than that have curvature."""
+    rank = min(max(1, int(share * spectrum.numel())), spectrum.numel() - 1)
+    return float(spectrum.topk(rank + 1).values[rank])
+
+
+def check_share(name: str, value: float) -> None:
+    """Refuse what is no share of all directions."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise UsageError(f"{name} is {value!r}: it must be above 0 and below 1")
 
 
 def check_lambda_safe(value: float | str) -> None:

@@ -1,7 +1,7 @@
 """Algorithm 2 of the paper, Modules 1 and 2: the natural geometry, fixed before each batch is drawn.
 
     Module 1   F <- K-FAC(public images; theta_t)                  every T_cur steps
-    Module 2   F~ <- F with its eigenvalues clamped at lambda_t    every step
+    Module 2   F~ <- F with its eigenvalues clamped at lambda_t    every step, or higher where F has outgrown it (`most`)
     Module 3   the private step in F~'s geometry                   (`dpngd.mechanism`)
 
     for t in range(T):
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from dpngd.clamping import Floor
+from dpngd.clamping import Floor, check_share, ranked
 from dpngd.curvature import LayerCurvature, sampled_labels
 from dpngd.errors import UsageError
 from dpngd.geometry import Kronecker
@@ -30,6 +30,8 @@ from dpngd.mechanism import Geometry
 
 Estimator = Callable[[], list[LayerCurvature]]
 """F of every layer at the present weights: `curvature.KFAC`, or a noisy one."""
+FALL = 0.5
+"""The least that a raised floor may be at a refresh, as a share of the last one: what the estimate has to reach down to."""
 
 
 class Natural:
@@ -40,28 +42,42 @@ class Natural:
     T_cur      steps between two estimates
     unit       F and lambda_t are divided by it. The Opacus optimizer whitens by F / lambda_safe, see there
     start      F at theta_0 where it was estimated before, to find the floor: the first refresh takes it
+    most       share of all directions that may be above the floor. Where more of F is, because F has grown since the
+               floor was chosen, the floor rises to the eigenvalue of that rank until the next refresh. None: it never
+               does
     """
 
     def __init__(self, estimate: Estimator, floor: Floor, T_cur: int, *, geometry: Kronecker | None = None,
-                 unit: float = 1.0, dtype: torch.dtype = torch.float32, start: list[LayerCurvature] | None = None):
+                 unit: float = 1.0, dtype: torch.dtype = torch.float32, start: list[LayerCurvature] | None = None,
+                 most: float | None = None):
         if T_cur < 1:
             raise UsageError(f"T_cur is {T_cur}: the curvature is refreshed every T_cur >= 1 steps")
+        if most is not None:
+            check_share("most", most)
         self.estimate, self.floor, self.T_cur = estimate, floor, T_cur
         self.geometry = Kronecker() if geometry is None else geometry
-        self.unit, self.dtype = unit, dtype
+        self.unit, self.dtype, self.most = unit, dtype, most
         self.F: list[LayerCurvature] | None = None
+        self.raised = 0.0  # the eigenvalue of F, in its own units, that only `most` of all directions exceed
         self._start = start
 
     def prepare(self, t: int) -> None:
         """Fix F~ for step t; call it before the step's first batch is looked at."""
         if self.F is None or t % self.T_cur == 0:
             self.refresh()
-        self.geometry.set(self.F, self.floor(t) / self.unit, self.dtype)
+        self.geometry.set(self.F, max(self.floor(t), self.raised) / self.unit, self.dtype)
 
     def refresh(self) -> None:
-        """Module 1: estimate F now."""
+        """Module 1: estimate F now, and the level below which it may not be left."""
         F, self._start = self._start or self.estimate(), None
+        if self.most is not None:
+            spectrum = torch.cat([layer.spectrum().flatten() for layer in F])
+            self.raised = max(ranked(spectrum, self.most), FALL * self.raised)
         self.F = F if self.unit == 1 else [layer.scaled(1 / self.unit) for layer in F]
+
+    def reaches(self, lowest: float) -> float:
+        """How far down an estimate has to know F: to `lowest`, the schedule's lowest floor, or to a raised one."""
+        return max(lowest, FALL * self.raised)
 
     def noise_energy(self) -> float:
         """tr(R F R) with F in its own units: see `Kronecker.noise_energy`. Public, as F is."""
@@ -72,11 +88,12 @@ class Natural:
         return {"lambda_t": self.geometry.lambda_t * self.unit, "clamped_share": self.geometry.clamped_share()}
 
     def state_dict(self) -> dict[str, Any]:
-        """F: all that lasts from one step to the next. F~ follows from it and t."""
-        return {"F": None if self.F is None else [vars(layer) for layer in self.F]}
+        """F and its raised floor: all that lasts from one step to the next. F~ follows from them and t."""
+        return {"F": None if self.F is None else [vars(layer) for layer in self.F], "raised": self.raised}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.F = None if state["F"] is None else [LayerCurvature(**layer) for layer in state["F"]]
+        self.raised = state.get("raised", 0.0)
         self._start = None
 
 

