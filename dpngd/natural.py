@@ -1,7 +1,7 @@
 """Algorithm 2 of the paper, Modules 1 and 2: the natural geometry, fixed before each batch is drawn.
 
     Module 1   F <- K-FAC(public images; theta_t)                  every T_cur steps
-    Module 2   F~ <- F with its eigenvalues clamped at lambda_t    every step, or higher where F has outgrown it (`most`)
+    Module 2   F~ <- F with its eigenvalues clamped at lambda_t    every step; higher where F outgrew it (`most`)
     Module 3   the private step in F~'s geometry                   (`dpngd.mechanism`)
 
     for t in range(T):
@@ -31,7 +31,7 @@ from dpngd.mechanism import Geometry
 Estimator = Callable[[], list[LayerCurvature]]
 """F of every layer at the present weights: `curvature.KFAC`, or a noisy one."""
 FALL = 0.5
-"""The least that a raised floor may be at a refresh, as a share of the last one: what the estimate has to reach down to."""
+"""A raised floor falls to this share of itself at most, at a refresh: so far down the estimate has to know F."""
 
 
 class Natural:

@@ -417,7 +417,8 @@ class DPNGD(DPOptimizer):
         floor = (self.floor.lambda_safe, self.floor.lambda_base)
         steps = None if self.steps is None else self.steps.state_dict()
         return {**super().state_dict(), "dpngd": {"t": self.t, "labels": self._label_state(), "floor": floor,
-                                                  "C": self.max_grad_norm, "steps": steps}}
+                                                  "raised": self.natural.raised, "C": self.max_grad_norm,
+                                                  "steps": steps}}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Also takes up the schedule; the curvature is computed again at the next step."""
@@ -428,7 +429,7 @@ class DPNGD(DPOptimizer):
         super().load_state_dict(state)
         self.abandon()
         self.t = own["t"]
-        self.natural.load_state_dict({"F": None})
+        self.natural.load_state_dict({"F": None, "raised": own.get("raised", 0.0)})
         if "floor" in own:  # a checkpoint of an earlier version has a floor that was given, and no steps
             safe, base = own["floor"]
             self.floor = self.natural.floor = dataclasses.replace(self.floor, lambda_safe=safe, lambda_base=base)

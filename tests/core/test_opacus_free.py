@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpngd import images as made
 from dpngd.clamping import floor_by_rank
-from dpngd.curvature import KFAC
+from dpngd.curvature import KFAC, SteepKFAC
 from dpngd.errors import UsageError
+from dpngd.natural import FALL
 from dpngd.noise import stream
 from dpngd.opacus import DPNGD
 
@@ -137,6 +138,57 @@ def test_the_floor_is_found_by_rank_and_c_from_the_median_norm():
     assert optimizer.floor.lambda_safe == pytest.approx(floor_by_rank(F0), rel=1e-6)
     assert optimizer.floor.lambda_base == optimizer.floor.lambda_safe / 4
     assert free(clip_ratio=0.5)[1].max_grad_norm == pytest.approx(10 * optimizer.max_grad_norm)
+
+
+def grown(**settings):
+    """The share of directions above the floor before and after the head's weights, and with them F, have grown."""
+    model, optimizer = free(T_cur=1, **settings)
+    shares = []
+    for scale in (1, 30):
+        with torch.no_grad():
+            optimizer.layers[-1].module.weight.mul_(scale)
+        step(model, optimizer)
+        spectrum = torch.cat([f.spectrum().flatten() for f in optimizer.natural.F])
+        shares.append(float((spectrum > (1 + 1e-9) * optimizer.natural.geometry.lambda_t).float().mean()))  # not itself
+    return optimizer, shares
+
+
+def test_the_floor_rises_where_the_curvature_outgrows_it():
+    _, (before, after) = grown(most=None)
+    assert before < 0.05 < 0.1 < after, "a floor that stays is outgrown"
+    optimizer, (_, after) = grown(most=0.05)
+    assert after <= 0.05
+    assert "; raised, since F has grown)" in optimizer.summary()
+    assert optimizer.natural.diagnose()["lambda_t"] == pytest.approx(optimizer.natural.raised)
+    assert optimizer.natural.raised > optimizer.floor(1)
+    optimizer, (_, after) = grown(most=0.05, lambda_safe=optimizer.floor.lambda_safe, kl_budget=10.0)
+    assert after > 0.05, "a floor that is given stays"
+    assert "raised" not in optimizer.summary()
+
+
+def test_above_a_raised_floor_the_estimate_is_complete():
+    """It stops at half of the last raised floor, and the floor falls by no more: what is above it is all there."""
+    model, optimizer = free(T_cur=1, most=0.05)
+    natural, base, lowest = optimizer.natural, optimizer.floor.lambda_base, []
+    step(model, optimizer)
+    for scale in (30, 1, 1 / 30, 1):
+        with torch.no_grad():
+            optimizer.layers[-1].module.weight.mul_(scale)
+        lowest.append(natural.reaches(base))
+        state, was = optimizer.kfac.generator.get_state(), natural.raised
+        natural.refresh()
+        assert natural.raised >= FALL * was
+        optimizer.kfac.generator.set_state(state)
+        with optimizer._hooks_off():
+            deep = SteepKFAC(optimizer.kfac.model, optimizer.kfac.x, floor=lambda: base / 100,
+                             generator=optimizer.kfac.generator)()
+        there, everything = (torch.cat([f.spectrum().flatten() for f in F]) for F in (natural.F, deep))
+        there = there * natural.unit
+        torch.testing.assert_close(there[there > lowest[-1]].sort().values,
+                                   everything[everything > lowest[-1]].sort().values, rtol=0.03, atol=0)
+        assert (there > 0).sum() < (everything > 0).sum()
+    assert lowest[0] == base < lowest[1]
+    assert lowest[3] < lowest[2], "it falls again"
 
 
 def test_a_resumed_run_is_the_uninterrupted_one():
@@ -257,6 +309,8 @@ def test_a_floor_that_clamps_all_or_nothing_is_warned_of_once(floor, message):
     ({"probe": 8}, "the probe has 8 images: .* at least 16"),
     ({"kl_budget": 10, "kl_radius": 0.1}, "kl_budget and kl_radius exclude one another"),
     ({"kl_radius": -0.1}, "kl_radius is -0.1"),
+    ({"most": 0}, "most is 0: it must be above 0 and below 1"),
+    ({"most": "few"}, "most is 'few': it must be above 0 and below 1"),
     ({"lambda_safe": "aut"}, "lambda_safe is 'aut': it must be a positive number, or 'auto'"),
     ({"clip_ratio": 0}, "clip_ratio is 0"),
     ({"shape": None}, r"pass shape=\(C, H, W\)"),

@@ -156,16 +156,17 @@ def test_what_is_shipped_is_the_grid_and_its_table_is_in_the_docs():
     assert all(len(json.dumps(r)) < 1500 for r in rows)
 
 
-def test_the_refresh_on_the_cnn_is_compared_within_seeds(monkeypatch):
-    made = {(8, 500): [90.0, 92.0], (16, 500): [89.0, 92.0]}
-    monkeypatch.setattr(study, "CNN_ARMS", {"a": (8, 500), "b": (16, 500)})
-    monkeypatch.setattr(study, "cnn_accuracy", lambda T_cur, n, seed, T, sigma: made[T_cur, n][seed])
-    assert study.cnn_table(seeds=2).splitlines()[2:] == ["| a | 91.0 |  | 91.0 |  |",
-                                                         "| b | 90.5 | -0.5 (0.5) | 90.5 | -0.5 (0.5) |"]
+def test_arms_on_the_cnn_are_compared_within_seeds(monkeypatch):
+    made = {8: [90.0, 92.0], 16: [89.0, 92.0]}
+    monkeypatch.setattr(study, "cnn_accuracy", lambda cell, seed, T_cur=8: made[T_cur][seed])
+    table = study.cnn_table(study.DIGITS_28, {"a": {}, "b": {"T_cur": 16}}, range(2))
+    assert table.splitlines()[2:] == ["| a | 91.0 |  | 91.0 |  |", "| b | 90.5 | -0.5 (0.5) | 90.5 | -0.5 (0.5) |"]
+    assert "digits, T = 40, sigma = 1.6" in table
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_of_the_cnn_is_a_function_of_its_arguments():
-    first, again = (study.cnn_accuracy(2, 60, seed=1, T=3, sigma=1.6) for _ in range(2))
+    cell = study.CNNCell("digits", 1150, 287, 256, 3, 1.6)
+    first, again = (study.cnn_accuracy(cell, 1, T_cur=2, made=60) for _ in range(2))
     assert first == again
     assert 0 <= first <= 100
