@@ -548,8 +548,9 @@ def opacus(mode: str, dpngd: bool = False) -> Callable[[Bench], Contender]:
 
 # ---- Whole programs through Opacus: the DPNGD loop against Opacus's own DP-SGD loop ----------------------------------
 
-PROGRAMS = ("digits", "cnn-28")
-"""README's example, and a CNN of 28,938 parameters without normalisation on the same digits at 28x28."""
+PROGRAMS = ("digits", "cnn-28", "cnn-32")
+"""README's example, and a CNN without normalisation on the same digits at 28x28, and in colour at 32x32: its second
+convolution has 64 positions, and so another way to its gradients."""
 LOOPS: dict[str, dict | None] = {"dp-sgd": None, "dpngd": {}, "dpngd-rate": {"kl_budget": None}}
 """What is wrapped around the optimizer: nothing, DPNGD as in README, DPNGD that keeps the wrapped optimizer's step."""
 LOOP_BLOCKS, LOOP_STEPS = 5, 8
@@ -565,11 +566,18 @@ def program(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     x = to_float(digits.x_train)
     if name == "digits":
         return models.build("small", classes=10, in_channels=1, size=8, generator=stream(0, "bench")), x, digits.y_train
+    channels, size = {"cnn-28": (1, 28), "cnn-32": (3, 32)}[name]
+    x = F.interpolate(x, size=size, mode="bilinear").expand(-1, channels, -1, -1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        cnn = nn.Sequential(nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(),
-                            nn.Conv2d(16, 32, 5, stride=2, padding=2), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 49, 10))
-    return cnn, F.interpolate(x, size=28, mode="bilinear"), digits.y_train
+        return cnn(channels, size), x.contiguous(), digits.y_train
+
+
+def cnn(channels: int, size: int) -> nn.Module:
+    """A network as in many first programs: two convolutions and a linear layer, without normalisation."""
+    return nn.Sequential(nn.Conv2d(channels, 16, 5, stride=2, padding=2), nn.ReLU(),
+                         nn.Conv2d(16, 32, 5, stride=2, padding=2), nn.ReLU(), nn.Flatten(),
+                         nn.Linear(32 * math.ceil(size / 4) ** 2, 10))
 
 
 def opacus_loop(name: str, wrap: dict | None, blocks: int) -> tuple[Action, float, object]:

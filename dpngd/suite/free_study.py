@@ -295,7 +295,6 @@ def cnn_accuracy(cell: CNNCell, seed: int, *, T_cur: int = 8, made: int = 500, m
     """Percent right on held-out images: the benchmark's CNN, or the same for 32x32, through Opacus, 1/f noise."""
     import torch
     from opacus import PrivacyEngine
-    from torch import nn
     from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -310,8 +309,7 @@ def cnn_accuracy(cell: CNNCell, seed: int, *, T_cur: int = 8, made: int = 500, m
     else:
         private = load_private(cell.data)
         x, y = to_float(private.x_train), private.y_train
-        model = nn.Sequential(nn.Conv2d(3, 16, 5, stride=2, padding=2), nn.ReLU(),
-                              nn.Conv2d(16, 32, 5, stride=2, padding=2), nn.ReLU(), nn.Flatten(), nn.Linear(2048, 10))
+        model = bench.cnn(3, 32)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for layer in model:

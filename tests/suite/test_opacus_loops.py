@@ -29,8 +29,9 @@ def test_whole_runs_are_timed_block_by_block(monkeypatch):
 
 def test_the_programs_are_what_they_are_called():
     sizes = {name: sum(p.numel() for p in bench.program(name)[0].parameters()) for name in bench.PROGRAMS}
-    assert sizes == {"digits": 24_314, "cnn-28": 28_938}
+    assert sizes == {"digits": 24_314, "cnn-28": 28_938, "cnn-32": 34_538}
     assert bench.program("cnn-28")[1].shape[1:] == (1, 28, 28)
+    assert bench.program("cnn-32")[1].shape[1:] == (3, 32, 32)
 
 
 def test_a_loop_of_dpngd_ends_with_its_last_block(monkeypatch):
