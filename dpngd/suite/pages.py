@@ -157,8 +157,9 @@ def short_part(report: Mapping[str, Any] | None) -> str:
     lines = [f"In short, with {report['threads']} threads on {report['cores']} cores ({', '.join(report['ratio'])}): "
              f"{'; '.join(said)}."]
     if "opacus" in report:
-        over = " and ".join(f"{row['over_dp_sgd']['dpngd']:.2f}" for row in report["opacus"].values())
-        lines.append(f"In whole programs through Opacus a step of DPNGD takes {over} times Opacus's DP-SGD.")
+        over = ", ".join(f"{row['over_dp_sgd']['dpngd']:.2f}" for row in report["opacus"].values())
+        lines.append(f"In whole programs through Opacus ({', '.join(report['opacus'])}) a step of DPNGD takes {over} "
+                     "times Opacus's DP-SGD.")
     reached = collections.Counter(bench_ratios(report)[0]["reached"])
     partly = sum(n for outcome, n in reached.items() if outcome.startswith("with"))
     lines.append(f"Of the {reached.total() - reached['-']} goals that were set for these ratios, {reached['yes']} are "

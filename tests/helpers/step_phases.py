@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from dpngd.curvature import KFAC
 from dpngd.geometry import Euclidean
 from dpngd.gradients import PerSample, Tape
+from dpngd.layers import forms
 from dpngd.layers.conv import Conv2dLayer, ConvFactors
 from dpngd.layers.forms import Dense, Factors
 from dpngd.mechanism import GaussianMechanism
@@ -76,10 +77,9 @@ def main(network):
         step()
     for part, total in seconds.most_common():
         print(f"  {part:36}{1e3 * total / STEPS:7.2f} ms")
-
-
     refresh(model)
     copies()
+    rows_apart()
 
 
 def refresh(model, n=500, least=0.025):
@@ -113,6 +113,15 @@ def copies():
             b.copy_(a)
             seconds.append(time.perf_counter() - start)
         print(f"copying {mb} MiB: {2 * mb * 2**20 / sorted(seconds)[STEPS // 3] / 1e9:.0f} GB/s")
+
+
+def rows_apart():
+    """oneDNN's product with 16,256 rows of 400 numbers that lie together, and that lie 401 apart, in CPU time."""
+    x, wide = torch.randn(17, 400), torch.randn(16_256, 401)
+    for what, w in (("together", wide[:, :400].contiguous()), ("401 apart", wide[:, :400])):
+        start = time.process_time()
+        forms.ONEDNN(x, w, None, "none", [], "")
+        print(f"a product with rows {what}: {1e3 * (time.process_time() - start):.0f} ms")
 
 
 if __name__ == "__main__":
