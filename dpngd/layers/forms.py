@@ -76,7 +76,7 @@ def product(x: Tensor, w: Tensor) -> Tensor:
     """
     if ONEDNN is None or x.dtype != torch.float32 or x.device.type != "cpu":
         return x @ w.mT
-    if w.stride(1) == 1 != w.shape[1] and w.stride(0) != w.shape[1]:
+    if w.stride(1) == 1 and not w.is_contiguous():
         w = w.contiguous()
     return ONEDNN(x, w, None, "none", [], "")
 

@@ -266,7 +266,10 @@ def cell_accuracy(rows: Sequence[Mapping[str, Any]], cell: str, arm: str) -> tup
 
 @dataclass(frozen=True)
 class CNNCell:
-    """A CNN without normalisation, through Opacus: `train` images to train on, `held_out` others to look at."""
+    """A network through Opacus, `train` images to train on, `held_out` others to look at.
+
+    cnn   the benchmark's CNN without normalisation; else the small network, which has group norm
+    """
 
     data: str
     train: int
@@ -274,15 +277,18 @@ class CNNCell:
     B: int
     T: int
     sigma: float
+    cnn: bool = True
 
     @property
     def name(self) -> str:
-        return f"{self.data}, T = {self.T}, sigma = {self.sigma:g}"
+        return f"{self.data}{'' if self.cnn else ', small network'}, T = {self.T}, sigma = {self.sigma:g}"
 
 
 DIGITS_28 = [CNNCell("digits", 1150, 287, 256, T, sigma) for T, sigma in ((40, 1.6), (120, 4.0))]
 CNN_CELLS = [*DIGITS_28, *(CNNCell(data, 12_000, 3_000, 512, 100, sigma) for data in ("svhn", "cifar10")
                            for sigma in (1.0, 4.0))]
+NORMALISED = [CNNCell("digits", 1150, 287, 256, 40, 1.6, cnn=False),
+              *(CNNCell(data, 12_000, 3_000, 512, 100, 1.0, cnn=False) for data in ("svhn", "cifar10"))]
 CNN_ARMS: dict[str, dict[str, Any]] = {
     "T_cur=8": {}, "T_cur=16": {"T_cur": 16}, "T_cur=32": {"T_cur": 32}, "T_cur=8, 250 images": {"made": 250},
     "T_cur=16, 250 images": {"T_cur": 16, "made": 250}, "T_cur=32, 250 images": {"T_cur": 32, "made": 250}}
@@ -302,17 +308,18 @@ def cnn_accuracy(cell: CNNCell, seed: int, *, T_cur: int = 8, made: int = 500, m
     from dpngd.data import load_private
     from dpngd.opacus import DPNGD
     from dpngd.suite import bench
+    from dpngd.training import models
     from dpngd.training.recipe import to_float
 
     if cell.data == "digits":
-        model, x, y = bench.program("cnn-28")
+        model, x, y = bench.program("cnn-28" if cell.cnn else "digits")
     else:
         private = load_private(cell.data)
         x, y = to_float(private.x_train), private.y_train
-        model = bench.cnn(3, 32)
+        model = bench.cnn(3, 32) if cell.cnn else models.build("small", classes=10, in_channels=3, size=32)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        for layer in model:
+        for layer in model.modules():
             if hasattr(layer, "reset_parameters"):
                 layer.reset_parameters()
         train, held_out = torch.randperm(len(x))[:cell.train + cell.held_out].split([cell.train, cell.held_out])
@@ -396,6 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if given.do == "floor":
         print(cnn_table(CNN_CELLS, FLOOR_ARMS, range(100, 106)))
+        print(cnn_table(NORMALISED, FLOOR_ARMS, range(110, 114)))
         return 0
     parts = {**PARTS, **after(None if given.folder is None else given.folder / "mnist.npz")}
     store = Store(PROFILE)
