@@ -100,8 +100,9 @@ def tune(argv: list[str] | None = None) -> int:
                                                        "DP-SGD, write params/tuned/<profile>-gate.yaml")
     p.add_argument("--show", action="store_true", help="run and write nothing, show what won so far")
     p.add_argument("--only", nargs="+", metavar="SEARCH",
-                   help="some searches only: tuning (the profile's own networks), tuning_networks (another one; by "
-                        "default it begins when the first is complete)")
+                   help="some searches only: tuning (the profile's own networks), tuning_networks (another one), "
+                        "tuning_between (an epsilon between those of the first); by default each begins when the one "
+                        "before is complete")
     args = p.parse_args(argv)
     need_checkout("dpngd tune")
     at_least_1("--jobs", args.jobs)

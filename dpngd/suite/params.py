@@ -25,8 +25,9 @@ from dpngd.errors import UsageError, unknown
 from dpngd.suite import paths
 
 DEPTH = {"defaults": 1, "data": 2, "methods": 2, "artifacts": 2, "gate": 1, "tuning": 1, "tuning_networks": 1,
-         "cost": 1, "resources": 1}  # below, values are whole
-SEARCHES = ("tuning", "tuning_networks")  # the grid searches: on the profile's networks, and on another one
+         "tuning_between": 1, "cost": 1, "resources": 1}  # below, values are whole
+SEARCHES = ("tuning", "tuning_networks", "tuning_between")
+"""The grid searches: on the profile's networks, on another one, and at an epsilon between those of the first."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -92,10 +93,11 @@ def digest(settings: Mapping[str, Any]) -> str:
 
     Not in it: seeds and cells of tables, methods that are not searched for, costs. They may change after the tuning.
     """
-    methods = {m for search in SEARCHES for m in settings[search]["grid"]}
-    cells = {d for search in SEARCHES for d in settings[search]["cells"]}
+    searches = [search for search in SEARCHES if settings[search]["cells"] or not settings[search].get("apart")]
+    methods = {m for search in searches for m in settings[search]["grid"]}
+    cells = {d for search in searches for d in settings[search]["cells"]}
     taken = {"defaults": settings["defaults"], "data": {d: settings["data"][d] for d in sorted(cells)},
-             "methods": {m: settings["methods"][m] for m in sorted(methods)}, **{s: settings[s] for s in SEARCHES}}
+             "methods": {m: settings["methods"][m] for m in sorted(methods)}, **{s: settings[s] for s in searches}}
     return hashlib.sha256(json.dumps(_plain(taken), sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -20,6 +20,7 @@ DP-SGD was tuned by log-log interpolation. So every method's rate moves with DP-
 
 Two changes are factors, not fields. `rate` multiplies eta alone, in place of the chosen one: for DP-NGD it breaks the
 equation, and only the artifact `bound` may ask for that. `scale` multiplies eta and, squared, the floors: it keeps it.
+A third, `search`, names the search whose winners a run takes, where that search keeps them apart from all others.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ __all__ = ["Profile", "load", "profile_names"]
 _CELL = ("method", "data", "epsilon", "seed")
 _COMMON = tuple(n for n in FIELDS if n not in (*METHOD_FIELDS, *DIGESTS, *_CELL, "eta"))
 FACTORS = ("rate", "scale", "lambda_base_ratio")  # what a change may name beside the fields of RunConfig
-NAMES = (*FIELDS, *FACTORS)
+SEARCH = "search"  # and the search that it takes its settings from
+NAMES = (*FIELDS, *FACTORS, SEARCH)
 GATE = "gate"
 FIXED = (GATE, *SEARCHES)  # artifacts that are the profile's own: fewer methods or cells would not be a fair search
 SHAPES = {"methods": list, "cells": dict, "vary": dict, "seeds": list | None, "grid": dict, "arms": dict, "curve": dict,
@@ -127,6 +129,10 @@ class Profile:
             for data in section["cells"]:
                 if data not in section[part]:
                     raise UsageError(f"{self.name}: gate.{part} is not stated for {data}")
+        for search in section.get("vary", {}).get(SEARCH, []):
+            if search not in SEARCHES or not self.settings[search].get("apart"):
+                apart = [s for s in SEARCHES if self.settings[s].get("apart")]
+                raise UsageError(f"{self.name}: {name}.vary.{SEARCH}: {unknown('search', search, apart)}")
         for block in grids.get("dp-ngd", []):
             for axis in {"rate", "eta"} & set(block):
                 raise UsageError(f"{self.name}: {name}.grid.dp-ngd.{axis}: {BROKEN}")
@@ -176,9 +182,13 @@ class Profile:
 
     @property
     def artifacts(self) -> list[str]:
-        """The names that `configs` takes, in the order of a sweep: the gate, the searches, then the results."""
-        return [*([GATE] if self.settings[GATE]["cells"] else []), *(s for s in SEARCHES if self.settings[s]["grid"]),
-                *self.settings["artifacts"]]
+        """The names that `configs` takes, in the order of a sweep: the gate, the searches, then the results. A search
+        that stands apart is among them once it has chosen: before that its trials follow from each other, and
+        `dpngd tune` makes them."""
+        searches = [s for s in SEARCHES if self.settings[s]["grid"] and (
+            self.decided(s) or not self.settings[s].get("apart"))]
+        results = [name for name, section in self.settings["artifacts"].items() if section["cells"]]
+        return [*([GATE] if self.settings[GATE]["cells"] else []), *searches, *results]
 
     def artifact(self, name: str) -> dict[str, Any]:
         """The section of a table or figure: methods, cells, vary, seeds."""
@@ -207,7 +217,7 @@ class Profile:
         return None, ()
 
     def config(self, method: str, data: str, epsilon: float, seed: int, **changes: Any) -> RunConfig:
-        """The run of one cell. `changes` are fields of the config, or one of FACTORS."""
+        """The run of one cell. `changes` are fields of the config, FACTORS, or SEARCH."""
         return self._checked(method, data, epsilon, seed, changes)[0]
 
     def resolve(self, method: str, data: str, epsilon: float, seed: int, **changes: Any,
@@ -235,31 +245,45 @@ class Profile:
                 raise unknown("field", name, NAMES)
         if not in_interval(epsilon, "(0, inf)"):
             raise UsageError(f"epsilon = {epsilon!r}: must be in (0, inf)")
-        tuned = self.tuned(method, self.like(data), epsilon, changes.get("model"))
-        return self._resolve(method, data, epsilon, seed, tuned, changes)
+        search = changes.get(SEARCH)
+        kept = self.kept(search) if search else changes.get("model")
+        changes = {n: v for n, v in changes.items() if n != SEARCH}
+        return self._resolve(method, data, epsilon, seed, self.tuned(method, self.like(data), epsilon, kept), changes,
+                             kept)
 
     def like(self, data: str) -> str:
         """The data set whose settings a run takes: itself, or for a user's own data the profile's first."""
         return data if own_kind(data) is None else next(iter(self.settings["artifacts"]["utility_table"]["cells"]))
 
-    def tuned(self, method: str, data: str, epsilon: float, model: str | None = None) -> dict[str, Any]:
+    def kept(self, search: str) -> str | None:
+        """The name under which a search's winners are kept, beside those of the data set: its own where it stands
+        apart, else that of its network; None for the profile's main search."""
+        return self.settings[search].get("apart") or self.settings[search]["model"]
+
+    def decided(self, search: str) -> bool:
+        """Whether a search has chosen in each of its cells."""
+        chosen = self.settings["tuned"].get("eta_sgd", {})
+        return all(epsilon in chosen.get(place(data, self.kept(search)), {})
+                   for data, row in self.settings[search]["cells"].items() for epsilon in row)
+
+    def tuned(self, method: str, data: str, epsilon: float, kept: str | None = None) -> dict[str, Any]:
         """What the search chose at the nearer epsilon: T, the method's own values, and `rate`, a factor.
 
         An arm of DP-NGD has DP-NGD's values, and a rate of its own. A method that takes its rate from DP-SGD's has
-        DP-SGD's T. A network that was searched for itself has what was chosen for it, any other one what was chosen on
-        the data set.
+        DP-SGD's T. `kept` is a network, or a search that stands apart (`kept`): a network that was searched for itself
+        has what was chosen for it, any other one what was chosen on the data set.
         """
         by_place = self.settings["tuned"].get("methods", {}).get(method, {})
-        by_epsilon = by_place.get(place(data, model)) or by_place.get(data) or {}
+        by_epsilon = by_place.get(place(data, kept)) or by_place.get(data) or {}
         own = params.nearest(by_epsilon, epsilon) if by_epsilon else {}
         entry = METHODS[method]
         start = entry.arm_of or ("dp-sgd" if entry.finds_rate else None)
-        return {**(self.tuned(start, data, epsilon, model) if start else {}), **own}
+        return {**(self.tuned(start, data, epsilon, kept) if start else {}), **own}
 
-    def eta_sgd(self, data: str, epsilon: float, T: int, model: str | None = None) -> tuple[float, Origin]:
+    def eta_sgd(self, data: str, epsilon: float, T: int, kept: str | None = None) -> tuple[float, Origin]:
         """DP-SGD's rate at this epsilon and T, and where it comes from: as tuned, else as stated."""
         tables = self.settings["tuned"].get("eta_sgd", {})
-        by_epsilon = tables.get(place(data, model)) or tables.get(data)
+        by_epsilon = tables.get(place(data, kept)) or tables.get(data)
         if not by_epsilon:
             eta, where = self._find("eta", "dp-sgd", data, epsilon)
             return eta, (where,)
@@ -269,7 +293,7 @@ class Profile:
         return number(params.interpolated(table, T)), (TUNED, f"at T = {T} from {', '.join(map(str, sorted(table)))}")
 
     def _resolve(self, method: str, data: str, epsilon: float, seed: int, tuned: dict, changes: dict,
-                 ) -> tuple[RunConfig, dict[str, Origin]]:
+                 kept: str | None = None) -> tuple[RunConfig, dict[str, Origin]]:
         """Every value of a run with its origin, the later ones before the earlier: settings, tuned, equation, given."""
         entry, like = METHODS[method], self.like(data)
         cell = {"method": method, "data": data, "epsilon": epsilon, "seed": seed}
@@ -283,7 +307,7 @@ class Profile:
         values = {n: value for n, (value, _) in stated.items()} | own | changes
         origins: dict[str, Origin] = {n: (where,) for n, (_, where) in stated.items() if where}
         origins |= dict.fromkeys(own, (TUNED,))
-        sgd = functools.partial(self._sgd, data=like, epsilon=epsilon, T=values["T"], model=changes.get("model"))
+        sgd = functools.partial(self._sgd, data=like, epsilon=epsilon, T=values["T"], kept=kept)
         derived: dict[str, tuple[float, Origin]] = {}
         if entry.finds_rate:  # the floor is found when the run starts, and then eta
             derived = sgd(method)
@@ -306,12 +330,12 @@ class Profile:
             values["evals"], origins["evals"] = values["T"], (*origins["evals"], "at most T")
         return RunConfig.from_dict({**values, **cell}), origins
 
-    def _sgd(self, method: str, data: str, epsilon: float, T: int, model: str | None,
+    def _sgd(self, method: str, data: str, epsilon: float, T: int, kept: str | None,
              ) -> dict[str, tuple[float, Origin]]:
         """eta_sgd and C_sgd of the equation, with their origins; a method may state an eta_sgd of its own."""
         stated, where = self._find("eta_sgd", method, data, epsilon)
         C_sgd, C_place = self._find("C", "dp-sgd", data, epsilon)
-        eta = self.eta_sgd(data, epsilon, T, model) if stated is None else (stated, (where,))
+        eta = self.eta_sgd(data, epsilon, T, kept) if stated is None else (stated, (where,))
         return {"eta_sgd": eta, "C_sgd": (C_sgd, (C_place,))}
 
     def _plain(self, method: str, data: str, epsilon: float, sgd: Sgd, values: Mapping[str, Any],
@@ -410,6 +434,10 @@ class Profile:
             raise unknown("method", method, METHODS)
         reads = {*_COMMON, *METHODS[method].uses, *(("eta", *FACTORS) if METHODS[method].rate else ())}
         for name, values in section["vary"].items() or [("", ())]:
+            if name == SEARCH:  # no runs at settings that nobody has chosen yet
+                searched = [search for search in values if method in self.settings[search]["grid"]]
+                yield from ({SEARCH: search} for search in searched if self.decided(search)) if searched else [{}]
+                continue
             if not reads & set(name.split("+")):
                 yield {}  # a method without that field runs as it is
                 continue
@@ -453,15 +481,15 @@ class Profile:
 
     def _later(self, part: str, method: str, data: str, epsilon: float, search: str) -> list[dict[str, Any]]:
         by_place = self.settings["trials"].get(part, {}).get(method, {})
-        return by_place.get(place(data, self.settings[search]["model"]), {}).get(epsilon, [])
+        return by_place.get(place(data, self.kept(search)), {}).get(epsilon, [])
 
     def runs_at(self, method: str, data: str, epsilon: float, axes: Iterable[dict[str, Any]], seed: int, search: str,
                 ) -> list[Trial]:
         """The runs of a search at these settings, on the validation part."""
-        section, arm_of = self.settings[search], METHODS[method].arm_of
-        base = self.tuned(arm_of, data, epsilon, section["model"]) if arm_of else {}
+        section, arm_of, kept = self.settings[search], METHODS[method].arm_of, self.kept(search)
+        base = self.tuned(arm_of, data, epsilon, kept) if arm_of else {}
         changes = {n: section[n] for n in ("validation", "evals", "model")}
-        return [(a, self._resolve(method, data, epsilon, seed, {**base, **a}, changes)[0]) for a in axes]
+        return [(a, self._resolve(method, data, epsilon, seed, {**base, **a}, changes, kept)[0]) for a in axes]
 
     def later_trials(self) -> int:
         """How many trials follow from others, over all searches, where none of them is known yet."""
@@ -542,9 +570,9 @@ Grid = dict[str, list] | list[dict[str, list]]
 """A table of axis: [values], or several such blocks."""
 
 
-def place(data: str, model: str | None = None) -> str:
-    """The place of a search's winners: under the data set, or under it and the network."""
-    return f"{data}/{model}" if model else data
+def place(data: str, kept: str | None = None) -> str:
+    """The place of a search's winners: under the data set, or under it and a name (`Profile.kept`)."""
+    return f"{data}/{kept}" if kept else data
 
 
 def blocks(grid: Grid) -> list[dict[str, list]]:

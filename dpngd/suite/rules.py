@@ -1,9 +1,8 @@
 """How each claim is decided from the runs: functions Runs -> Decision, all on the estimator and the words of `stats`.
 
 Differences are in points of accuracy, paired by seed, with intervals over seeds and test images. A claim that says
-"more accurate than the baselines" is tried against each of them, never against the best of them after the fact. Only a
-trend of the lead needs one rival per setting: there it is the baseline with the highest mean, which favours the
-baselines.
+"more accurate than the baselines" is tried against each of them, never against the best of them after the fact, and so
+is one about a trend of the lead.
 """
 
 from __future__ import annotations
@@ -59,7 +58,8 @@ AT_LEAST = ("reproduced: the 95% bootstrap interval is at or above the factor; r
             "the rivals' peak is at the largest budget")
 MOSTLY = "reproduced: the Clopper-Pearson 95% interval of the share of runs is above 1/2; refuted: below 1/2"
 FACT = "reproduced: it holds in every case; refuted: it fails in one"
-SEVERAL = "; of several parts all must be reproduced, and one that is refuted after Holm refutes the claim"
+SEVERAL = ("; of several parts all must be reproduced, one that is refuted after Holm refutes the claim, and with one "
+           "that is not testable here it is not shown")
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,8 @@ def decided(parts: Sequence[Part], rule: str, would: Callable[[Part], str], unit
         if len(cells) > 1 and ran:
             every = "both hold" if verdict.cells == 2 else f"all {verdict.cells} hold"
             tally = every if verdict.word == stats.REPRODUCED else f"{verdict.held} of {verdict.cells} hold after Holm"
+            untested = sum(p.word == stats.NOT_TESTABLE for p in cells.values())
+            tally += f", {untested} not testable here" if untested else ""
         if len(cells) > 3 and ran:
             means = [p.estimate.mean for p in cells.values() if p in ran]
             sign = "+" if ran[0].estimate.kind == "difference" else ""
@@ -181,9 +183,13 @@ def decided(parts: Sequence[Part], rule: str, would: Callable[[Part], str], unit
     undecided = would(verdict.weakest) if verdict.word == stats.INCONCLUSIVE and verdict.weakest else ""
     if undecided and len(parts) > 1:
         undecided = f"{verdict.weakest.name}: {undecided}"
-    testable = "; ".join(dict.fromkeys(p.would for p in parts if p.would))
-    return Decision(verdict.word, shown, n, brief, tally, rule, tuple(parts), verdict, unit, power, said,
-                    undecided or (testable if verdict.word == stats.NOT_TESTABLE else ""), holds)
+    if verdict.word in (stats.NOT_TESTABLE, stats.INCONCLUSIVE):
+        if verdict.weakest and verdict.weakest.word == stats.REPRODUCED:  # all that could be tested is shown
+            undecided = ""
+        testable = [f"{p.name}: {p.would}" if ran else p.would for p in parts if p.would]
+        undecided = "; ".join(dict.fromkeys([*filter(None, [undecided]), *testable]))
+    return Decision(verdict.word, shown, n, brief, tally, rule, tuple(parts), verdict, unit, power, said, undecided,
+                    holds)
 
 
 def _lead(p: Part) -> float:
@@ -223,20 +229,23 @@ def best_baseline(runs: Runs, **at: Any) -> dict[str, Any] | None:
     return runs.best({"method": m, **at} for m in runs.baselines())
 
 
-def lead_terms(runs: Runs, weight: float, **at: Any) -> Terms:
-    """`weight` times DP-NGD's lead over the best baseline of one setting; nothing where no baseline was run."""
-    rival = best_baseline(runs, **at)
-    return [(weight, {**NGD, **at}), (-weight, rival if rival is not None else {"method": "none", **at})]
-
-
 def trend(runs: Runs, name: str, values: Sequence[float], terms: Callable[[float, float], Terms],
-          sign: float = 1.0) -> Compared:
+          sign: float = 1.0, cell: str = "") -> Compared:
     """`sign` times the rise of a quantity along its least-squares line over log(values), from the first to the last;
     `terms(weight, value)` is the quantity at a value, weighted."""
     if len(values) < 2:
-        return Compared(name, stats.Contrast({}))
+        return Compared(name, stats.Contrast({}), cell=cell)
     weights = stats.slope_weights([math.log(v) for v in values])
-    return Compared(name, runs.contrast([t for w, v in zip(weights, values, strict=True) for t in terms(sign * w, v)]))
+    return Compared(name, runs.contrast([t for w, v in zip(weights, values, strict=True) for t in terms(sign * w, v)]),
+                    cell=cell)
+
+
+def falls(runs: Runs, where: str, axis: str, values: Sequence[float], ends: str) -> list[Compared]:
+    """The fall of DP-NGD's lead over each baseline along `axis`: one rival per line. With the best baseline of
+    every value the rivals would differ along it, and their choice would have a slope of its own."""
+    return [trend(runs, f"{where} over {m}, fall of the lead {ends} along the fitted line", values,
+                  lambda w, v, m=m: [(w, {**NGD, axis: v}), (-w, {"method": m, axis: v})], -1.0, where)
+            for m in runs.baselines()]
 
 
 def varying(runs: Runs, axis: str) -> Runs:
@@ -254,25 +263,23 @@ def best_in_every_cell(runs: Runs) -> Decision:
                        for d, e in runs.cells() for m in runs.where(data=d, epsilon=e).baselines())
 
 
-def larger_when_stricter(gains: Mapping[str, float]) -> Rule:
-    """DP-NGD's lead falls with epsilon: fall of the lead along its line over log epsilon, for every data set.
+def larger_when_stricter(runs: Runs, gated: Mapping[str, Any]) -> Decision:
+    """DP-NGD's lead over each baseline falls with epsilon: along its line over log epsilon, for every data set.
 
-    Where DP-SGD itself gains less from the largest epsilon than `gains` says (by its 95% interval), privacy costs too
-    little there for the question to have an answer."""
-    def rule(runs: Runs) -> Decision:
-        tests, others = [], []
-        for data in runs.values("data"):
-            here, epsilons = runs.where(data=data), sorted(e for d, e in runs.cells() if d == data)
-            name = f"{data}, fall of the lead from ε={epsilons[0]:g} to {epsilons[-1]:g} along the fitted line"
-            gain = here.where(method="dp-sgd").lead({"epsilon": epsilons[-1]}, {"epsilon": epsilons[0]})
-            if gain.n >= 2 and gain.high < gains.get(data, -math.inf):
-                others.append(stats.not_testable(name, f"DP-SGD gains {gain.mean:.1f} [{gain.low:.1f}, "
-                                                       f"{gain.high:.1f}] points, the gate asks for {gains[data]:g}",
-                                                 "a setting in which privacy costs more"))
-            else:
-                tests.append(trend(here, name, epsilons, lambda w, e, here=here: lead_terms(here, w, epsilon=e), -1.0))
-        return superiority(tests, others=others)
-    return rule
+    gated    what the gate found by data set (params/tuned/<profile>-gate.yaml); where no setting passed it, privacy
+             costs too little for the question to have an answer
+    """
+    tests, others = [], []
+    for data in runs.values("data"):
+        here, epsilons = runs.where(data=data), sorted(e for d, e in runs.cells() if d == data)
+        if data in gated and not gated[data]["passed"]:
+            most = max(tried["points"] for tried in gated[data]["tried"])
+            others.append(stats.not_testable(f"{data}, lead against ε", f"in no setting that the gate tried did DP-SGD "
+                                             f"gain what it asks for; at most {most:g} points",
+                                             "a setting in which privacy costs more"))
+        else:
+            tests += falls(here, data, "epsilon", epsilons, f"from ε={epsilons[0]:g} to {epsilons[-1]:g}")
+    return superiority(tests, others=others)
 
 
 def same_privacy(runs: Runs) -> Decision:
@@ -327,44 +334,47 @@ class Curves:
         self.seeds = sorted(set.intersection(*(set(f) for row in found for f in row))) if complete else []
         self.table = np.asarray([[[f[s] for s in self.seeds] for f in row] for row in found])  # (methods, T, seeds)
 
-    def peak(self, picked: np.ndarray | None = None) -> Peak:
-        """Of the mean curves over these seeds (all), DP-NGD's made monotone and linear in log T between budgets.
+    def reached(self, picked: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each row of seeds picked, (draws, n): the budget (its place) of the rivals' peak, the steps with which
+        DP-NGD first has that accuracy, and whether that is so at the smallest budget already.
 
-        Where DP-NGD is there at the smallest budget already, that budget counts: its ratio is a lower bound, which can
-        show a factor and cannot refute one."""
-        means = (self.table if picked is None else self.table[:, :, picked]).mean(-1)
-        theirs, ours, T = means[:-1], np.maximum.accumulate(means[-1]), self.budgets
-        top = theirs.max()
-        at = int(np.argmax((theirs == top).any(0)))
-        rival = self.rivals[int(np.argmax(theirs[:, at]))]
-        j = int(np.argmax(ours >= top))
-        if ours[-1] < top:
-            steps = math.inf
-        elif j == 0:
-            steps = float(T[0])
-        else:
-            share = (top - ours[j - 1]) / (ours[j] - ours[j - 1])
-            steps = math.exp(math.log(T[j - 1]) + share * math.log(T[j] / T[j - 1]))
-        edge = "largest" if at == len(T) - 1 else "smallest" if at == 0 else ""
-        return Peak(float(T[at]), steps, rival, edge, j == 0 and math.isfinite(steps))
+        Of the mean curves over those seeds, DP-NGD's made monotone and linear in log T between budgets."""
+        means, T = self.table[:, :, picked].mean(-1), np.asarray(self.budgets, dtype=float)  # (methods, T, draws)
+        theirs, ours = means[:-1].max(0), np.maximum.accumulate(means[-1])
+        top, draws = theirs.max(0), np.arange(len(picked))
+        at, j = np.argmax(theirs == top, 0), np.argmax(ours >= top, 0)
+        before, never = np.maximum(j - 1, 0), ours[-1] < top
+        rise = ours[j, draws] - ours[before, draws]
+        share = np.where(rise > 0, (top - ours[before, draws]) / np.where(rise > 0, rise, 1.0), 0.0)
+        steps = T[before] * (T[j] / T[before]) ** share
+        return at, np.where(never, np.inf, steps), (j == 0) & ~never
+
+    def peak(self) -> Peak:
+        """Of all seeds. Where DP-NGD is there at the smallest budget already, that budget counts: its ratio is a lower
+        bound, which can show a factor and cannot refute one."""
+        (at,), (steps,), (bound,) = self.reached(np.arange(len(self.seeds))[None])
+        rival = self.rivals[int(np.argmax(self.table[:-1, at].mean(-1)))]
+        edge = "largest" if at == len(self.budgets) - 1 else "smallest" if at == 0 else ""
+        return Peak(float(self.budgets[at]), float(steps), rival, edge, bool(bound))
 
 
 def peak_ratio(name: str, curves: Curves, factor: float,
-               cost: Callable[[np.ndarray], float] = lambda picked: 1.0) -> Part:
+               cost: Callable[[np.ndarray], np.ndarray | float] = lambda picked: 1.0) -> Part:
     """Steps (or with `cost`, by seeds picked, time) to the rivals' peak, theirs over DP-NGD's, at least `factor`."""
     if not len(curves.seeds):
         return stats.absent(name)
-    peak, everyone = curves.peak(), np.arange(len(curves.seeds))
+    peak, everyone = curves.peak(), np.arange(len(curves.seeds))[None]
     if peak.edge:
         side = "more" if peak.edge == "largest" else "fewer"
         return stats.not_testable(name, f"{peak.rival} is best at the {peak.edge} budget, {peak.theirs:g} steps",
                                   f"runs of {side} than {peak.theirs:g} steps, to see where the rivals peak")
-    values = stats.bootstrap(curves.seeds, lambda picked: curves.peak(picked).ratio * cost(picked))
-    bounds = stats.bootstrap(curves.seeds, lambda picked: float(curves.peak(picked).bound))  # the same draws
-    e = stats.percentile(peak.ratio * cost(everyone), values, len(curves.seeds))
+    picked = stats.resampled(len(curves.seeds))
+    at, steps_of, bounds = curves.reached(picked)
+    values = np.asarray(curves.budgets)[at] / steps_of * cost(picked)
+    e = stats.percentile(float(np.ravel(peak.ratio * cost(everyone))[0]), values, len(curves.seeds))
     steps = f"{peak.ours:.0f}" if math.isfinite(peak.ours) else "never there"
     return stats.at_least(f"{name} ({steps} against {peak.theirs:g} steps of {peak.rival})", e, factor, values,
-                          np.where(bounds > 0, math.inf, values))
+                          np.where(bounds, math.inf, values))
 
 
 def speedups(parts: Sequence[Part], unit: str) -> Decision:
@@ -525,14 +535,12 @@ def ahead_at_own_budget(runs: Runs) -> Decision:
 
 
 def lead_fades(runs: Runs) -> Decision:
-    """DP-NGD's lead falls with the step budget: fall of the lead along its line over log T."""
+    """DP-NGD's lead over each baseline falls with the step budget: along its line over log T."""
     tests = []
     for cell in runs.cells():
         here = runs.where(data=cell[0], epsilon=cell[1])
         budgets = here.values("T")
-        name = f"{cell_name(cell)}, fall of the lead from T={budgets[0]} to {budgets[-1]} along the fitted line"
-        tests.append(trend(here, name, budgets,
-                           lambda w, T, here=here: lead_terms(here, w, T=T), -1.0))
+        tests += falls(here, cell_name(cell), "T", budgets, f"from T={budgets[0]} to {budgets[-1]}")
     return superiority(tests)
 
 
@@ -755,8 +763,8 @@ def benched(limit: float) -> Callable[[Mapping[str, Any]], Decision]:
     return rule
 
 
-def total_time(factors: Mapping[str, float]) -> Rule:
-    """Time of DP-SGD-PT to its peak over time of DP-NGD to the same accuracy, at least the paper's."""
+def total_time(comparable: float) -> Rule:
+    """Time of DP-SGD-PT to its peak over time of DP-NGD to the same accuracy, at least `comparable`."""
     def rule(runs: Runs) -> Decision:
         parts = []
         for data, epsilon in runs.cells():
@@ -766,8 +774,8 @@ def total_time(factors: Mapping[str, float]) -> Rule:
                 parts.append(stats.absent(cell_name((data, epsilon))))
                 continue
             table = np.asarray([[cost[m][s] for s in curves.seeds] for m in ("dp-sgd-pt", "dp-ngd")])
-            parts.append(peak_ratio(cell_name((data, epsilon)), curves, factors.get(data, min(factors.values())),
-                                    lambda picked, table=table: float(np.divide(*table[:, picked].mean(1)))))
+            parts.append(peak_ratio(cell_name((data, epsilon)), curves, comparable,
+                                    lambda picked, table=table: np.divide(*table[:, picked].mean(-1))))
         return speedups(parts, AS_FAST)
     return rule
 

@@ -123,7 +123,8 @@ def verdicts(profile: profiles.Profile, records: Mapping[str, dict]) -> dict[str
     for artifact in profile.artifacts:
         configs = profile.configs(artifact)
         sources[artifact] = Runs.of(configs, (records.get(c.key()) for c in configs))
-    return {claim.id: claims.decide(claim, sources)["word"] for claim in claims.all_claims()
+    gated = profile.settings["gated"]
+    return {claim.id: claims.decide(claim, sources, gated=gated)["word"] for claim in claims.all_claims()
             if claim.source != "theory" and not claim.timed}
 
 

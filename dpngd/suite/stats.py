@@ -47,7 +47,7 @@ are inconclusive. "not testable here" is a setting that cannot answer, "not run"
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -61,7 +61,7 @@ MARGIN = 1.0
 with half a point of deviation between seeds, 25 seeds would be needed to show that, so 1 point is asked there too."""
 POWER = 0.8
 GUARD = 0.75  # quantile of F above which a contrast does not pool: see above
-DRAWS, BOOTSTRAP_SEED = 2000, 0
+DRAWS, BOOTSTRAP_SEED = 10_000, 0
 REPRODUCED, REFUTED, EQUIVALENT, INCONCLUSIVE = "reproduced", "refuted", "equivalent", "inconclusive"
 NOT_TESTABLE, NOT_RUN, DEMONSTRATION = "not testable here", "not run", "demonstration only"
 WORDS = (REPRODUCED, REFUTED, EQUIVALENT, INCONCLUSIVE, NOT_TESTABLE, NOT_RUN)
@@ -221,14 +221,14 @@ def pool(contrasts: Sequence[Contrast]) -> Pool | None:
         return None
     (order,) = seeds
     x = np.asarray([[c.by_seed[s] for s in order] for c in contrasts], dtype=float)
-    (m, n), s2 = x.shape, x.var(axis=1, ddof=1)
-    varying = s2 > NO_SPREAD**2
+    n, s2 = x.shape[1], x.var(axis=1, ddof=1)
+    varying = s2 > NO_SPREAD**2  # a contrast without any spread keeps its own
     if not varying.any():
         return None
     rho = np.corrcoef(x[varying]) if varying.sum() > 1 else np.ones((1, 1))
     pairs = rho[np.triu_indices(len(rho), 1)]
     r2 = float((pairs**2).mean()) if len(pairs) else 1.0  # nothing to correlate: count the seeds once
-    return Pool(float(s2.mean()), m * (n - 1) / (1 + (m - 1) * r2))
+    return Pool(float(s2[varying].mean()), len(rho) * (n - 1) / (1 + (len(rho) - 1) * r2))
 
 
 def estimates(contrasts: Sequence[Contrast], groups: Sequence[object] | None = None) -> list[Estimate]:
@@ -261,21 +261,32 @@ def share(yes: int, n: int) -> Estimate:
     return Estimate(yes / n, math.nan, n, low, high, "share")
 
 
-def bootstrap(seeds: Sequence[int], value: Callable[[np.ndarray], float], draws: int = DRAWS) -> np.ndarray:
-    """`value` of `draws` samples of seeds with replacement, as indices into `seeds`: the same draws every time."""
-    rng = np.random.default_rng(BOOTSTRAP_SEED)
-    return np.asarray([value(picked) for picked in rng.integers(len(seeds), size=(draws, len(seeds)))])
+def resampled(n: int, draws: int = DRAWS) -> np.ndarray:
+    """`draws` samples of n seeds with replacement, as indices, (draws, n): the same ones every time."""
+    return np.random.default_rng(BOOTSTRAP_SEED).integers(n, size=(draws, n))
 
 
 def percentile(point: float, values: np.ndarray, n: int) -> Estimate:
-    """A ratio with its percentile interval."""
+    """A ratio with its expanded percentile interval.
+
+    Samples of n seeds vary by (n - 1)/n of what seeds do, and their quantiles are a normal's and not a t's: with n = 6
+    the plain percentile interval covers in 86 % of cases. So the quantiles are taken further out, at
+
+        alpha' = Phi(sqrt(n/(n-1)) t_{alpha, n-1}),     0.0024 in place of 0.025 for n = 6
+    """
     if n < 2:
         return Estimate(point, math.nan, n, -math.inf, math.inf, "ratio")
-    low, high = np.quantile(values, [ALPHA, 1 - ALPHA], method="inverted_cdf")
+    tail = float(special.ndtr(math.sqrt(n / (n - 1)) * t_quantile(n - 1, ALPHA)))
+    low, high = np.quantile(values, [tail, 1 - tail], method="inverted_cdf")
     with np.errstate(divide="ignore"):
         logs = np.log(values)
-    se = float(logs.std(ddof=1)) if np.isfinite(logs).all() else math.nan
-    return Estimate(point, math.nan, n, float(low), float(high), "ratio", se, math.inf)
+    se = float(logs.std(ddof=1)) * math.sqrt(n / (n - 1)) if np.isfinite(logs).all() else math.nan
+    return Estimate(point, math.nan, n, float(low), float(high), "ratio", se, n - 1.0)
+
+
+def expanded_p(share: float, n: int) -> float:
+    """The one-sided p that belongs to a share of bootstrap values: `percentile`'s expansion, the other way round."""
+    return float(special.stdtr(n - 1, special.ndtri(share) * math.sqrt((n - 1) / n)))
 
 
 # ---- Words -----------------------------------------------------------------------------------------------------------
@@ -344,10 +355,10 @@ def at_least(name: str, e: Estimate, factor: float, values: np.ndarray, most: np
     if e.n < 2:
         return Part(name, e, INCONCLUSIVE if e.n else NOT_RUN)
     most = values if most is None else most
-    up, down = float((values < factor).mean()), float((most >= factor).mean())
+    up, down = (expanded_p(float(beyond.mean()), e.n) for beyond in (values < factor, most >= factor))
     refuted = percentile(e.mean, most, e.n).high < factor
     word = REPRODUCED if e.low >= factor else REFUTED if refuted else INCONCLUSIVE
-    power = math.exp((t_quantile(math.inf, 1 - ALPHA) + t_quantile(math.inf, POWER)) * e.se)  # nan stays nan
+    power = math.exp((t_quantile(e.df, 1 - ALPHA) + t_quantile(e.df, POWER)) * e.se)  # nan stays nan
     return Part(name, e, word, up, down, False, power, target=factor)
 
 
@@ -381,8 +392,8 @@ class Verdict:
 
 
 def conjunction(parts: Sequence[Part]) -> Verdict:
-    """The claim that all parts hold. A part that cannot be tested here is left out, one that was not run decides that
-    nothing is said yet."""
+    """The claim that all parts hold. One part that cannot be tested here leaves the others to refute it, and no more:
+    the claim is then not shown. A part that was not run decides that nothing is said yet."""
     tested = [p for p in parts if p.word not in (NOT_TESTABLE, NOT_RUN)]
     by_cell: dict[str, float] = {}
     for p in tested:
@@ -393,11 +404,12 @@ def conjunction(parts: Sequence[Part]) -> Verdict:
     if not tested:
         return Verdict(NOT_TESTABLE, 0, 0, None)
     against = [d <= ALPHA and p.estimate.n >= 2 for d, p in zip(holm([p.down for p in tested]), tested, strict=True)]
-    if all(p.word == REPRODUCED for p in tested):
+    whole = len(tested) == len(parts)
+    if whole and all(p.word == REPRODUCED for p in tested):
         word = REPRODUCED
     elif any(against):
         word = REFUTED
-    elif all(p.level for p in tested):
+    elif whole and all(p.level for p in tested):
         word = EQUIVALENT
     else:
         word = INCONCLUSIVE

@@ -50,7 +50,7 @@ def missing(runs: Runs) -> str:
     """Which of the planned runs are not there; empty where all are."""
     planned, there = len(runs.configs), len(runs)
     if not planned:
-        return "not asked for by this profile"
+        return "no run of it is planned"
     if there == planned:
         return ""
     return f"{'preliminary' if there else 'not run'}: {planned - there:,} of {planned:,} runs are missing"
@@ -66,7 +66,7 @@ def seen(row: Row) -> str:
     """What one sees in the figure or table of a claim."""
     if row["word"] == stats.NOT_RUN:
         if row["runs"] == row["planned"]:  # none, or none of those that the rule needs
-            return "Nothing: this profile does not ask for these runs."
+            return "Nothing: no run of it is planned."
         lost = f"{row['planned'] - row['runs']:,} of {row['planned']:,} runs are missing"
         return f"Nothing yet: {lost}." if not row["runs"] else \
             f"{lost}: what is drawn so far is preliminary and decides nothing."

@@ -27,6 +27,7 @@ from dpngd.errors import UsageError, unknown
 from dpngd.files import write_atomically
 from dpngd.methods import METHODS
 from dpngd.suite import claims, paths, plots, profiles, stats, story, sweep
+from dpngd.suite.params import SEARCHES
 from dpngd.suite.rules import Theory
 from dpngd.suite.runs import Runs
 from dpngd.suite.store import Store
@@ -34,13 +35,13 @@ from dpngd.training.config import RunConfig
 
 ARTIFACTS: dict[str, tuple[str, ...]] = {
     "00_geometry": (),
-    "01_utility_table": ("utility_table", "whole", "views", "networks"),
+    "01_utility_table": ("utility_table", "between", "whole", "views", "networks"),
     "02_convergence_curves": ("convergence",),
     "03_public_sample_efficiency": ("sample_efficiency", "pretraining", "sources"),
     "04_ablations": ("ablation_decoupling", "ablation_decoupling_equal", "ablation_clipping", "ablation_clipping_equal",
                      "ablation_floor", "ablation_floor_equal", "ablation_ours", "bound", "kl_maps", "releases"),
     "05_wallclock_overhead": ("overhead",),
-    "06_hyperparameter_robustness": ("robustness", "gate", "tuning", "tuning_networks"),
+    "06_hyperparameter_robustness": ("robustness", "gate", "tuning", "tuning_networks", "tuning_between"),
     "07_your_own_data": (),
 }
 """The notebooks, and the artifacts of the profile that each shows."""
@@ -156,14 +157,14 @@ class Study:
 
     def winner(self, search: str, configs: Sequence[RunConfig]) -> RunConfig | None:
         """Of a search's trials one that won; None where no search is meant, or it has not been decided."""
-        if search not in ("tuning", "tuning_networks"):
+        if search not in SEARCHES:
             return None
         from dpngd.suite import tuning
 
         tuned = self.profile.settings["tuned"].get("methods", {})
         for config in configs:
             where = config.method, config.data, config.epsilon, search
-            at = tuned.get(config.method, {}).get(profiles.place(config.data, config.model), {})
+            at = tuned.get(config.method, {}).get(profiles.place(config.data, self.profile.kept(search)), {})
             if config.epsilon in at and any(
                     axes == tuning.winner(self.profile, *where) and trial.key() == config.key()
                     for axes, trial in (*self.profile.trials(*where), *self.profile.second(*where))):
@@ -237,7 +238,8 @@ class Study:
         if (report := bench_report()) is not None:
             sources["bench"] = report
         demonstration = self.profile.name in claims.DEMONSTRATIONS
-        self._rows = [claims.decide(claim, sources, demonstration=demonstration)
+        gated = self.profile.settings["gated"]
+        self._rows = [claims.decide(claim, sources, demonstration=demonstration, gated=gated)
                       for claim in claims.of_notebook(self.notebook)]
         return self._rows
 

@@ -390,7 +390,7 @@ def gate_table(profile: Profile) -> Table:
 
 def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
     """Every trial in the CSV; shown is each method's best, its number of trials, and where a wider grid might help."""
-    searched = profile.settings[name]["model"]
+    kept = profile.kept(name)
     won_by = profile.settings["tuned"].get("methods", {})
     data = pd.DataFrame([{"method": c.method, "data": c.data, "model": c.model, "epsilon": c.epsilon, "seed": c.seed,
                           "eta": c.eta, "T": c.T, **{n: getattr(c, n) for n in OWN},
@@ -399,7 +399,7 @@ def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
     rows = []
     for method in runs.methods():
         for d, epsilon in runs.cells():
-            if epsilon not in won_by.get(method, {}).get(place(d, searched), {}):
+            if epsilon not in won_by.get(method, {}).get(place(d, kept), {}):
                 continue
             first = [*profile.trials(method, d, epsilon, name), *profile.second(method, d, epsilon, name)]
             repeats = profile.repeats(method, d, epsilon, name)
@@ -413,7 +413,8 @@ def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
                          "its own": ", ".join(f"{n}={v:g}" for n, v in own.items() if v is not None) or "none",
                          "validation accuracy": Runs(best, runs.found).mean().text(1),
                          "at the edge of its grid": ", ".join(edges) or "no"})
-    where = "" if name == "tuning" else f" on {searched}"
+    model = profile.settings[name]["model"]
+    where = f" on {model}" if model else " at an ε between the two" if kept else ""
     return pd.DataFrame(rows), name, f"What won the search{where}: the same number of trials for every method", data
 
 
@@ -424,7 +425,7 @@ def finalists(runs: Runs, profile: Profile, name: str = "tuning") -> pd.DataFram
     for method in runs.methods():
         for d, epsilon in runs.cells():
             first = [*profile.trials(method, d, epsilon, name), *profile.second(method, d, epsilon, name)]
-            chosen = epsilon in won_by.get(method, {}).get(place(d, section["model"]), {})
+            chosen = epsilon in won_by.get(method, {}).get(place(d, profile.kept(name)), {})
             for axes, repeats in profile.repeats(method, d, epsilon, name):
                 here = Runs([c for a, c in first if a == axes] + repeats, runs.found)
                 by_seed = here.by_seed()

@@ -218,7 +218,7 @@ def search_plan(name: str, get: Get, searches: Sequence[str] = SEARCHES) -> Plan
                     missing += waiting.missing
                     waits = True
             if not waits:
-                found.done.add(place(data, section["model"]))
+                found.done.add(place(data, profile.kept(search)))
         if search in searches and not found.missing:
             found.missing = list({c.key(): c for c in missing}.values())
     return found
@@ -298,7 +298,7 @@ class SearchCell:
 
     @property
     def where(self) -> str:
-        return place(self.data, self.section["model"])
+        return place(self.data, self.profile.kept(self.search_name))
 
     def won(self, method: str, axes: Axes) -> None:
         self.plan.tuned["methods"].setdefault(method, {}).setdefault(self.where, {})[self.epsilon] = axes
@@ -328,9 +328,11 @@ def _grouped(candidates: Sequence[Candidate]) -> dict[int, list[Candidate]]:
 
 def winner(profile: Profile, method: str, data: str, epsilon: float, search: str = "tuning") -> Axes:
     """The trial that was chosen, as what it sets. DP-SGD's is its T with the rate of that T."""
-    model = profile.settings[search]["model"]
-    own = params.nearest(profile.settings["tuned"]["methods"][method][place(data, model)], epsilon)
-    return {"eta": profile.config(method, data, epsilon, 0, model=model).eta, **own} if method == "dp-sgd" else own
+    own = params.nearest(profile.settings["tuned"]["methods"][method][place(data, profile.kept(search))], epsilon)
+    if method != "dp-sgd":
+        return own
+    return {"eta": profile.config(method, data, epsilon, 0, model=profile.settings[search]["model"], search=search).eta,
+            **own}
 
 
 def edges(profile: Profile, method: str, data: str, epsilon: float, search: str = "tuning") -> list[str]:
@@ -495,11 +497,11 @@ def told(name: str, found: Plan) -> str:
     profile = Profile(name, {**profiles.untuned(name).settings, "tuned": found.tuned, "trials": found.trials})
     lines = []
     for search_name in SEARCHES:
-        model = profile.settings[search_name]["model"]
+        kept = profile.kept(search_name)
         for method, by_place in found.tuned["methods"].items():
             for where, by_epsilon in by_place.items():
                 data = where.partition("/")[0]
-                for epsilon in by_epsilon if place(data, model) == where else ():
+                for epsilon in by_epsilon if place(data, kept) == where else ():
                     axes = winner(profile, method, data, epsilon, search_name)
                     at = edges(profile, method, data, epsilon, search_name)
                     lines.append(f"{METHODS[method].label:18} {where:16} epsilon {epsilon:<4g} "

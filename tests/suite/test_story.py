@@ -40,7 +40,7 @@ def test_what_is_missing_is_said():
     assert story.seen(row("not run", runs=0, planned=600)) == "Nothing yet: 600 of 600 runs are missing."
     for planned in (0, 12):  # of 12 that exist, none is what the rule needs
         said = story.seen(row("not run", runs=planned, planned=planned))
-        assert said == "Nothing: this profile does not ask for these runs."
+        assert said == "Nothing: no run of it is planned."
     assert "12 of 600 runs are missing" in story.seen(row("not run", THREE, runs=588))
     assert "preliminary" in story.seen(row("not run", THREE, runs=588))
 
@@ -61,7 +61,7 @@ def test_missing_runs_are_counted():
     assert story.missing(Runs(configs, {})) == "not run: 3 of 3 runs are missing"
     assert story.missing(Runs(configs, {configs[0].key(): {}})) == "preliminary: 2 of 3 runs are missing"
     assert story.missing(Runs(configs, {c.key(): {} for c in configs})) == ""
-    assert story.missing(Runs([], {})) == "not asked for by this profile"
+    assert story.missing(Runs([], {})) == "no run of it is planned"
 
 
 def test_names_are_those_of_figures():

@@ -1,6 +1,7 @@
 """The gate and the grid search: who wins, what is written, that the other runs use it and keep the equation."""
 
 import collections
+import functools
 import itertools
 import math
 import random
@@ -164,11 +165,12 @@ def test_a_search_of_the_shipped_profile_ends_whatever_wins(luck):
     assert {c.seed for c in asked.values()} == {1000, 1001, 1002}
     own = [c for c in asked.values() if c.model == "small" and c.seed == 1000 and c.T in (100, 200, 400)]
     trials = collections.Counter((c.method, c.data, c.epsilon) for c in own if not METHODS[c.method].arm_of)
-    assert len(trials) == 5 * 3 * 2
+    assert len(trials) == 5 * (3 * 2 + 1), "at epsilon 1 and 8 everywhere, and at 2 on one set"
     assert set(trials.values()) == {24}
     for c in asked.values():
         if c.method == "dp-ngd":
-            eta_sgd = found.tuned["eta_sgd"][profiles.place(c.data, None if c.model == "small" else c.model)]
+            kept = c.model if c.model != "small" else "between" if c.epsilon == 2 else None
+            eta_sgd = found.tuned["eta_sgd"][profiles.place(c.data, kept)]
             assert c.eta * c.C / c.lambda_safe**0.5 == pytest.approx(eta_sgd[c.epsilon][c.T], rel=1e-5)
 
 
@@ -289,6 +291,56 @@ def test_another_networks_search_begins_when_the_first_is_complete(mine, monkeyp
     found = tuning.search("mine", mine, 1, ["tuning"])
     assert not found.missing
     assert {c.model for c in tuning.search_plan("mine", mine.get).missing} == {"resnet-20"}
+
+
+BETWEEN = SIMPLE + """
+tuning_between:
+  cells: {cifar10: [2]}
+  seeds: [77]
+  second: 0
+  finalists: {best: 1, per_T: 1, seeds: []}
+  grid: {dp-sgd: {eta: [4.0, 16.0], T: [8]}, dp-ngd: {lambda_safe: [0.01, 1.0], T: [8]}}
+artifacts:
+  between: {methods: [dp-sgd, dp-ngd, dp-ngd-free], cells: {cifar10: [2]}, vary: {search: [tuning_between]}, seeds: [5]}
+"""
+
+
+def test_what_a_search_apart_chooses_is_for_the_artifact_that_asks_for_it(mine, monkeypatch):
+    """At an epsilon between those of the first search: everything else keeps the settings of the nearer one."""
+    state(BETWEEN)
+    search_of = functools.partial(tuning.search, "mine", mine, 1)
+    monkeypatch.setattr(tuning.sweep, "ensure", lambda configs, store, jobs, seconds: [
+        store.put(c, record(c, near(c, 16.0 if c.epsilon == 2 else 0.9))) for c in configs])
+    search_of(["tuning"])
+    before = load("mine")
+    assert not before.decided("tuning_between")
+    assert "tuning_between" not in before.artifacts
+    assert {c.method for c in before.configs("between")} == {"dp-ngd-free"}, "no run at settings that nobody has chosen"
+    nearest = {m: before.config(m, "cifar10", 2, 5) for m in ("dp-sgd", "dp-ngd")}
+    assert {c.epsilon for c in tuning.search_plan("mine", mine.get).missing} == {2}
+    search_of()
+    after = load("mine")
+    assert not tuning.search_plan("mine", mine.get).missing
+    assert {c.epsilon for c in after.configs("tuning_between")} == {2}
+    assert len(after.configs("tuning_between")) == 4
+    assert {m: after.config(m, "cifar10", 2, 5) for m in nearest} == nearest
+    own = {c.method: c for c in after.configs("between")}
+    assert own["dp-sgd"].eta == 16.0 != nearest["dp-sgd"].eta
+    assert own["dp-ngd"].eta * own["dp-ngd"].C / own["dp-ngd"].lambda_safe**0.5 == pytest.approx(16.0)
+    assert own["dp-ngd-free"] == after.config("dp-ngd-free", "cifar10", 2, 5)
+    assert tuning.winner(after, "dp-sgd", "cifar10", 2, "tuning_between") == {"eta": 16.0, "T": 8}
+    table, *_ = tables.grid_search(Runs.of(after.configs("tuning_between"), map(mine.get, after.configs(
+        "tuning_between"))), after, "tuning_between")
+    assert list(table["best η"]) == ["16", f"{own['dp-ngd'].eta:g}"]
+
+
+def test_only_a_search_apart_can_be_asked_for(mine):
+    state(BETWEEN.replace("search: [tuning_between]", "search: [tuning_betwen]"))
+    with pytest.raises(UsageError, match="unknown search 'tuning_betwen': did you mean 'tuning_between'"):
+        load("mine")
+    state(BETWEEN.replace("search: [tuning_between]", "search: [tuning]"))
+    with pytest.raises(UsageError, match="unknown search 'tuning'"):
+        load("mine")
 
 
 def test_a_search_that_does_not_exist(mine):
@@ -485,13 +537,16 @@ def test_a_profile_without_a_gate(mine):
 def test_shipped_winners_are_those_of_the_shipped_trials(name):
     """Nothing is typed by hand: the files of gate, trials and winners follow from results/<profile>.jsonl.
 
-    The search on a second network comes after the first's: until it is complete, none of its winners is written."""
+    The searches on a second network and at another epsilon come after the first: until one is complete, none of its
+    winners is written."""
     store = Store(name)
     if not store.shipped_path.exists() or not params.written(name):
         pytest.skip(f"{name} ships no results of its search: its trials are run live, or not yet")
     found, written = tuning.search_plan(name, store.get), params.written(name)
-    open_still = {tuning.place(c.data, c.model) for c in found.missing}
-    assert not {c.data for c in found.missing if c.model == profiles.untuned(name).config("dp-sgd", c.data, 1, 0).model}
+    stated = profiles.untuned(name)
+    searched = {s: {profiles.place(d, stated.kept(s)) for d in stated.settings[s]["cells"]} for s in params.SEARCHES}
+    open_still = set().union(*searched.values()) - found.done
+    assert not searched["tuning"] & open_still
     assert not open_still & set(written["eta_sgd"]), "winners of a search that is not complete"
 
     def complete(by_method):
