@@ -29,9 +29,9 @@ corr(s_j^2, s_k^2) = rho^2, hence Var(s^2) = 2 sigma^4/(n-1) (1 + (m-1) r2)/m an
 
 (clustering by seed: r2 = 1 gives n - 1, r2 = 0 gives m (n - 1)). A contrast with a run that scores chance, or whose own
 s_j^2 / s^2 is above the upper quartile of F, keeps its own: noise may grow towards small epsilons, so pooling would cut
-the interval there. Simulated with n = 8 and deviations that differ by a factor of 2 between five epsilons, every interval
-covers in 94 % of cases or more (of two epsilons, the noisier one in 93 %); with a guard at 5 % it would be 87 % where the
-deviation is largest.
+the interval there. Simulated with n = 8 and deviations that differ by a factor of 2 between five epsilons, every
+interval covers in 94 % of cases or more (of two epsilons, the noisier one in 93 %); with a guard at 5 % it would be
+87 % where the deviation is largest.
 
 | claim | reproduced | refuted | equivalent | inconclusive |
 | --- | --- | --- | --- | --- |
