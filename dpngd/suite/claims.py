@@ -45,6 +45,7 @@ class Claim:
     timed: bool = False  # rests on a clock: its word may differ from one run to the next
     steady: bool = False  # holds on every machine, under `quick` too: what the notebooks check
     gated: bool = False  # about epsilon: its rule also takes what the gate found
+    further: tuple[str, ...] = ()  # claims that look into the reason where it is refuted or stays open
 
 
 def _text(section: str, name: str, **where: Any) -> Any:
@@ -144,27 +145,29 @@ def all_claims() -> tuple[Claim, ...]:
         Claim("best-everywhere", "01_utility_table",
               "DP-NGD is more accurate than every baseline in every cell.",
               paper["utility_table"]["place"], _leads(), "utility_table", rules.best_in_every_cell,
-              methods=against),
+              methods=against,
+              further=("tuned-between", "untuned-ahead")),
         Claim("stricter-larger", "01_utility_table",
               "The advantage is larger under stricter privacy.",
               paper["utility_table"]["place"], _small_epsilon(), "utility_table",
-              rules.larger_when_stricter, methods=against, gated=True),
+              rules.larger_when_stricter, methods=against, gated=True,
+              further=("tuned-between",)),
         Claim("same-privacy", "01_utility_table",
               "DP-NGD costs exactly the privacy of DP-SGD.",
               paper["privacy_table"]["place"], "same σ and q, same (ε, δ)", "utility_table", rules.same_privacy,
               steady=True),
         Claim("untuned-ahead", "01_utility_table",
-              "DP-NGD with nothing to tune and no public data is ahead of every tuned baseline.",
+              "DP-NGD free (nothing to tune, no public data) is more accurate than every tuned baseline.",
               "our question", "", "utility_table", rules.untuned_ahead("dp-ngd-free"),
               question="What is left of the gain when nothing is tuned and the public images are noise of our own?",
               methods=(*baselines(), "dp-ngd-free")),
         Claim("untuned-level", "01_utility_table",
-              "DP-NGD with nothing to tune loses less than 1 point to tuned DP-NGD.",
+              "DP-NGD free loses less than 1 point to tuned DP-NGD.",
               "our question", "", "utility_table", rules.untuned_level("dp-ngd-free"),
               question="What does that cost against DP-NGD, tuned, with real public images?",
               methods=("dp-ngd", "dp-ngd-free")),
         Claim("kl-step-level", "01_utility_table",
-              "With a KL step and real public images, untuned DP-NGD loses less than 1 point to tuned DP-NGD.",
+              "DP-NGD, KL step (nothing to tune, real public images) loses less than 1 point to tuned DP-NGD.",
               "our question", "", "utility_table", rules.untuned_level("dp-ngd-kl"),
               question="Can a KL budget take the place of the tuned rate and floor?",
               methods=("dp-ngd", "dp-ngd-kl")),
@@ -174,7 +177,7 @@ def all_claims() -> tuple[Claim, ...]:
               question="An ε between two of the search takes the settings of the nearer one: what does that change?",
               methods=against),
         Claim("untuned-between", "01_utility_table",
-              "DP-NGD with nothing to tune is ahead of baselines that were searched at that ε itself.",
+              "DP-NGD free is more accurate than baselines that were searched at that ε itself.",
               "our question", "", "between", rules.untuned_ahead("dp-ngd-free"),
               question="And is its lead there only over settings of another ε?", methods=(*baselines(), "dp-ngd-free")),
         Claim("whole-set", "01_utility_table",
@@ -198,11 +201,13 @@ def all_claims() -> tuple[Claim, ...]:
         Claim("every-budget", "02_convergence_curves",
               "DP-NGD is more accurate at every step budget.",
               paper["convergence"]["place"], "every point of the figure", "convergence", rules.higher_at_every_budget,
-              methods=against),
+              methods=against,
+              further=("own-budget",)),
         Claim("fewer-steps", "02_convergence_curves",
               "DP-NGD reaches the baselines' peak in a fraction of the steps.",
               paper["convergence"]["place"], "; ".join(f"{d} {v:g} times fewer" for d, v in fewer.items()),
-              "convergence", rules.fewer_steps(fewer), methods=against),
+              "convergence", rules.fewer_steps(fewer), methods=against,
+              further=("faster", "own-budget")),
         Claim("faster", "02_convergence_curves",
               "DP-NGD reaches the baselines' peak in fewer steps than they do.",
               "our question", "", "convergence", rules.fewer_steps({"any": 1.0}), methods=against,
@@ -223,7 +228,8 @@ def all_claims() -> tuple[Claim, ...]:
         Claim("baselines-need-images", "03_public_sample_efficiency",
               "The baselines get better with more public images.",
               paper["sample_efficiency"]["place"], "all three improve steadily", "sample_efficiency",
-              rules.baselines_need_images, methods=tuple(baselines())),
+              rules.baselines_need_images, methods=tuple(baselines()),
+              further=("longer-pretraining",)),
         Claim("ahead-with-images", "03_public_sample_efficiency",
               "Even with the most public images the baselines stay behind.",
               paper["sample_efficiency"]["place"], "all three below DP-NGD at 5,000 images", "sample_efficiency",
@@ -239,26 +245,29 @@ def all_claims() -> tuple[Claim, ...]:
                        "two photographs, or noise?"),
         # ---- Notebook 04: Tables 3 and 4, Figure 4, what each part does
         Claim("private-curvature", "04_ablations",
-              "Curvature paid from the privacy budget falls below DP-SGD-PT.",
+              "With curvature paid from the privacy budget, DP-NGD is less accurate than DP-SGD-PT.",
               paper["ablation_decoupling"]["place"],
-              _leads_of("ablation_decoupling", *below), "ablation_decoupling", rules.chain(*below)),
+              _leads_of("ablation_decoupling", *below), "ablation_decoupling", rules.chain(*below),
+              further=("often-released", "private-curvature-equal")),
         Claim("private-curvature-equal", "04_ablations",
               "At the rate of the equation, curvature from public images is ahead of curvature from the budget.",
               "our question", "", "ablation_decoupling_equal",
               rules.chain(("dp-ngd", "dp-ngd-private-20"), ("dp-ngd", "dp-ngd-private-50")),
               question="Table 3 has every arm at its own best rate: and at the rate that the equation gives?"),
         Claim("often-released", "04_ablations",
-              "Released at every step, private curvature falls below DP-SGD-PT.",
+              "With private curvature released at every step, DP-NGD is less accurate than DP-SGD-PT.",
               "our question", "", "releases", rules.below_when_released("dp-sgd-pt"),
               question="Does curvature paid from the budget do well only because it is released a few times?"),
         Claim("public-curvature", "04_ablations",
-              "Curvature from public images stays above DP-SGD-PT.",
+              "With curvature from public images, DP-NGD is more accurate than DP-SGD-PT.",
               paper["ablation_decoupling"]["place"], _leads_of("ablation_decoupling", ("dp-ngd", "dp-sgd-pt")),
-              "ablation_decoupling", rules.chain(("dp-ngd", "dp-sgd-pt")), methods=("dp-ngd", "dp-sgd-pt")),
+              "ablation_decoupling", rules.chain(("dp-ngd", "dp-sgd-pt")), methods=("dp-ngd", "dp-sgd-pt"),
+              further=("tuned-between",)),
         Claim("clipping-space", "04_ablations",
-              "Clipping whitened beats clipping after, and after beats before.",
+              "Clipping whitened gradients is more accurate than post-conditioning, and that than pre-conditioning.",
               paper["ablation_clipping"]["place"], _leads_of("ablation_clipping", *spaces), "ablation_clipping",
-              rules.chain(*spaces)),
+              rules.chain(*spaces),
+              further=("clipping-space-equal", "mapping-back")),
         Claim("clipping-space-equal", "04_ablations",
               "The order of the clipping spaces is the same at the rate of the equation.",
               "our question", "", "ablation_clipping_equal", rules.chain(*spaces),
@@ -270,11 +279,13 @@ def all_claims() -> tuple[Claim, ...]:
         Claim("dynamic-floor", "04_ablations",
               "The dynamic floor beats the fixed one.",
               paper["ablation_floor"]["place"], f"{_floor('dp-ngd') - _floor('dp-ngd-fixed-floor'):+.2f} points",
-              "ablation_floor", rules.chain(floors), methods=floors),
+              "ablation_floor", rules.chain(floors), methods=floors,
+              further=("dynamic-floor-equal",)),
         Claim("dynamic-loss", "04_ablations",
               "After the first quarter of the steps the dynamic floor has the lower training loss.",
               paper["ablation_floor"]["place"], "the whole curve", "ablation_floor", rules.lower_loss(*floors),
-              methods=floors),
+              methods=floors,
+              further=("dynamic-loss-equal",)),
         Claim("dynamic-floor-equal", "04_ablations",
               "The dynamic floor beats the fixed one at the rate of the equation.",
               "our question", "", "ablation_floor_equal", rules.chain(floors), methods=floors,
@@ -321,12 +332,13 @@ def all_claims() -> tuple[Claim, ...]:
                        "the Fisher takes?"),
         # ---- Notebook 05: Table 5, time
         Claim("step-cost", "05_wallclock_overhead",
-              "A DP-NGD step costs no more than the paper's multiple of DP-SGD-PT's.",
+              "A DP-NGD step costs no more than the paper's multiple of a DP-SGD-PT step.",
               paper["overhead"]["place"], "; ".join(f"{d} {v:.1f} times" for d, v in step_cost.items()), "overhead",
-              rules.step_cost(step_cost), methods=("dp-sgd-pt", "dp-ngd"), timed=True),
+              rules.step_cost(step_cost), methods=("dp-sgd-pt", "dp-ngd"), timed=True,
+              further=("step-cost-bench",)),
         Claim("step-cost-bench", "05_wallclock_overhead",
-              "Timed in turns on four networks (two of them the paper's), a DP-NGD step costs no more than that "
-              "multiple of a DP-SGD step.",
+              f"On a CPU and four networks (two of them the paper's), a DP-NGD step costs at most "
+              f"{min(step_cost.values()):.1f} times a DP-SGD step.",
               paper["overhead"]["place"], "; ".join(f"{d} {v:.1f} times" for d, v in step_cost.items()), "bench",
               rules.benched(min(step_cost.values())), timed=True),
         Claim("total-time", "05_wallclock_overhead",
@@ -335,18 +347,20 @@ def all_claims() -> tuple[Claim, ...]:
               "overhead", rules.total_time(min(total.values())), methods=("dp-sgd-pt", "dp-ngd"), timed=True),
         # ---- Notebook 06: Table 6, what has to be tuned
         Claim("rare-updates", "06_hyperparameter_robustness",
-              "Curvature may be 16 steps old.",
+              "Up to 16 steps between two refreshes of the curvature hardly matter.",
               paper["robustness"]["place"], f"less than {drop} points from T_cur 1 to 16", "robustness",
-              rules.hardly_depends("T_cur", upto=16)),
+              rules.hardly_depends("T_cur", upto=16),
+              further=("once-only",)),
         Claim("too-rare", "06_hyperparameter_robustness",
-              "At 32 steps accuracy declines.",
+              "With 32 steps between two refreshes accuracy declines.",
               paper["robustness"]["place"],
               f"{eight - _text('robustness', 'accuracy at T_cur 32'):+.2f} points at 8",
-              "robustness", rules.drop("T_cur", 8, 32)),
+              "robustness", rules.drop("T_cur", 8, 32),
+              further=("once-only",)),
         Claim("once-only", "06_hyperparameter_robustness",
-              "Curvature that is hardly ever re-estimated costs accuracy.",
+              "Curvature that is hardly ever refreshed costs accuracy.",
               "our question", "", "robustness", rules.rarest_curvature_costs,
-              question="Must the curvature follow the weights, or would one that is hardly ever renewed do?"),
+              question="Must the curvature follow the weights, or would one that is hardly ever refreshed do?"),
         Claim("exponent", "06_hyperparameter_robustness",
               "The exponent p hardly matters.",
               paper["robustness"]["place"], _axis("p"), "robustness", rules.hardly_depends("p")),
@@ -358,7 +372,7 @@ def all_claims() -> tuple[Claim, ...]:
 
 ROW = ("id", "notebook", "sentence", "question", "place", "paper", "ours", "brief", "timed", "word", "estimate", "low",
        "high", "unit", "n", "images", "power", "fragile", "held", "cells", "parts", "runs", "planned", "rule", "holds",
-       "said", "power_said", "would_decide")
+       "said", "power_said", "would_decide", "further")
 
 
 def of_notebook(notebook: str) -> list[Claim]:
@@ -389,6 +403,7 @@ def decide(claim: Claim, sources: Mapping[str, Any], *, demonstration: bool = Fa
         row["ours"] = f"{decision.tally}: {row['ours']}"  # `without_tally` cuts it off again
         row["brief"] = f"{decision.tally}; {row['brief']}" if decision.brief else row["ours"]
     row |= texts(row, decision)
+    row["further"] = looked_into(claim) if word in (stats.REFUTED, stats.INCONCLUSIVE) else ""
     return {name: row[name] for name in ROW}
 
 
@@ -420,7 +435,8 @@ def texts(row: Mapping[str, Any], decision: Decision | None) -> dict[str, str]:
     word = row["word"]
     if word == stats.NOT_RUN or decision is None:
         there = f": {row['runs']:,} of {row['planned']:,} planned runs are there" if row["runs"] < row["planned"] else \
-            ": no run of it is planned" if row["planned"] else ""
+            ": none of its runs were made on one machine" if row["planned"] and row["timed"] else \
+            ": it waits for a search, or is not planned" if row["planned"] else ""
         return {"said": f"Not run{there}.", "power_said": "", "would_decide": ""}
     if word == stats.DEMONSTRATION:
         return {"said": f"Demonstration only: {row['brief']}.", "power_said": "", "would_decide": ""}
@@ -440,6 +456,12 @@ def texts(row: Mapping[str, Any], decision: Decision | None) -> dict[str, str]:
     return {"said": f"{word.capitalize()}: {found}{behind}.{fragile}",
             "power_said": f"{power[0].upper()}{power[1:]}." if power else "",
             "would_decide": f"What would decide it: {decision.would}." if decision.would else ""}
+
+
+def looked_into(claim: Claim) -> str:
+    """The claims that ask for the reason, by their sentences."""
+    by_id = {c.id: c.sentence.rstrip(".") for c in all_claims()}
+    return f"Looked into by: {'; '.join(by_id[name] for name in claim.further)}." if claim.further else ""
 
 
 HELD = {stats.REPRODUCED: "It holds", stats.REFUTED: "It does not hold",

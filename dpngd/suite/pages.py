@@ -47,7 +47,7 @@ PICTURES = {
                        "curvature. Middle: the step of one sample, in KL divergence, against the radius that clipping "
                        "sets. Right: below lambda_safe a step may be longer than DP-SGD's bound"),
 }
-"""The README's picture and its caption, by whether Table 2 is decided."""
+"""The README's picture and its caption, by whether a data set of Table 2 is complete."""
 
 
 def deviations_page() -> str:
@@ -81,9 +81,15 @@ def found_part() -> str:
     lines = []
     if any(row["word"] == stats.NOT_RUN for row in rows):
         lines += [f"{how_far(data.get('compute', {}))} A claim is decided when all of its runs exist.", ""]
-    lines += [f"The paper's {len(papers)} claims: **{story.words_counted(papers)}**. The main ones:", ""]
+    measured = sum(row["notebook"] == "00_geometry" for row in papers)
+    lines += [f"The paper's {len(papers)} claims, {measured} of them theorems that are measured on a network: "
+              f"**{story.words_counted(papers)}**. The main ones:", ""]
     lines += [f"- {sentence}" for sentence in story.found(rows)]
-    name, caption = PICTURES[table_2_decided(rows)]
+    if said := story.refuted(rows):
+        lines += ["", said]
+    name, caption = PICTURES[table_2_shown(rows)]
+    if table_2_shown(rows) and not table_2_decided(rows):
+        caption += ". Preliminary: " + story.missing_of(next(r for r in rows if r["id"] == "best-everywhere"))
     picture = paths.FIGURES / SHIPPED / f"{name}.png"
     if picture.exists():
         file = picture.relative_to(paths.ROOT).as_posix()
@@ -96,7 +102,17 @@ def table_2_decided(rows: list[dict[str, Any]]) -> bool:
     return next(row for row in rows if row["id"] == "best-everywhere")["word"] != stats.NOT_RUN
 
 
-def how_far(compute: Mapping[str, int]) -> str:
+def table_2_shown(rows: list[dict[str, Any]]) -> bool:
+    """Whether every cell of a data set of Table 2 has all of its seeds."""
+    row = next(row for row in rows if row["id"] == "best-everywhere")
+    by_data: dict[str, list[int]] = {}
+    for part in row["parts"]:
+        by_data.setdefault(part["name"].split(" ")[0], []).append(part["n"])
+    most = max((n for found in by_data.values() for n in found), default=0)
+    return most > 0 and any(min(found) == most for found in by_data.values())
+
+
+def how_far(compute: Mapping[str, Any]) -> str:
     """How much of the evidence is there. Until a run on a test set exists, the number of planned runs is not told: the
     plan of the search still has the rates that it starts with, and counts none of the trials that followed."""
     on = collections.Counter(record["evaluated_on"] for record in Store(SHIPPED).shipped.values())
@@ -105,8 +121,9 @@ def how_far(compute: Mapping[str, int]) -> str:
     if not on["test"]:
         return (f"**The evidence is still being computed.** {sum(on.values()):,} runs are shipped, all of them of the "
                 "gate and the search, on validation images; none on a test set yet.")
-    there, planned = (compute.get(name, 0) for name in ("there", "planned"))
-    return f"**The evidence is still being computed: {there:,} of {planned:,} planned runs are there.**"
+    there, planned = (compute.get("tests", {}).get(name, 0) for name in ("there", "planned"))
+    return (f"**The evidence is still being computed: {there:,} of {planned:,} planned runs on test sets are there**, and "
+            f"{sum(on.values()) - on['test']:,} runs of the gate and the search, on validation images.")
 
 
 def notebooks_part() -> str:
@@ -115,23 +132,36 @@ def notebooks_part() -> str:
     first = "01" if table_2_decided(rows) else "00"
     lines = ["They open on the shipped results, in seconds and without data; their outputs are in the files. "
              f"Open {first} first.", "",
-             "| notebook | of the paper | the question | the paper's claims | core-minutes to train: `quick`, `cpu` |",
-             "| --- | --- | --- | --- | --- |"]
+             "| notebook | of the paper | the question | the paper's claims | to train, `quick` | to train, `cpu` |",
+             "| --- | --- | --- | --- | --- | --- |"]
     for notebook, (artifact, question) in ASKS.items():
         papers = [row for row in rows if row["notebook"] == notebook and not row["question"]]
-        minutes = ", ".join(f"{max(1, minutes_of(notebook, p)):,.0f}" for p in ("quick", SHIPPED)) \
-            if ARTIFACTS[notebook] else "none"
+        minutes = [trained_in(notebook, p) for p in ("quick", SHIPPED)]
         lines.append(table_row(f"[{notebook[:2]}](notebooks/{notebook}.ipynb)", artifact, question,
-                               story.words_counted(papers) or "none of the paper's", minutes))
+                               story.words_counted(papers) or "none of the paper's", *minutes))
     return "\n".join(lines)
+
+
+def trained_in(notebook: str, profile: str) -> str:
+    """What the runs of a notebook take on one core; the runs of an earlier notebook are not counted again."""
+    if not ARTIFACTS[notebook]:
+        return "-"
+    minutes = minutes_of(notebook, profile)
+    if minutes < 0.5:
+        return "none of its own"
+    return f"{minutes:,.0f} min" if minutes < 100 else f"{minutes / 60:,.1f} h"
 
 
 @functools.cache
 def minutes_of(notebook: str, profile: str) -> float:
-    """Minutes of one core that the runs of a notebook take, as the profile estimates them."""
+    """Minutes of one core that the runs of a notebook take which no notebook before it has, as the profile estimates."""
     settings = profiles.load(profile)
-    runs = {c.key(): c for group in configs(notebook, settings).values() for c in group}
-    return sum(map(settings.seconds, runs.values())) / 60
+
+    def runs(name: str) -> dict[str, Any]:
+        return {c.key(): c for group in configs(name, settings).values() for c in group}
+
+    before = {key for name in ARTIFACTS if name < notebook for key in runs(name)}
+    return sum(settings.seconds(c) for key, c in runs(notebook).items() if key not in before) / 60
 
 
 # ---- docs/speed.md: its measured part --------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ Every rate comes from one equation (section 3.3 of the paper, for every method; 
 What the profile's grid search chose is in `settings["tuned"]` (params/tuned/<profile>.yaml, written by `dpngd.tuning`):
 DP-SGD's rates by T, and by method its steps T, its own values and its `rate`. An epsilon takes what was chosen at the
 nearer one on a log scale. Where T is another one than was chosen, eta_sgd is that of this T: between two T's at which
-DP-SGD was tuned by log-log interpolation. So every method's rate moves with DP-SGD's.
+DP-SGD was tuned by log-log interpolation. So every method's rate moves with DP-SGD's. With fewer steps than were chosen
+the factor `rate` is 1: it corrects eta_sgd at the T that it was found at, and was too large at smaller ones (docs/protocol.md,
+log, 2026-11-19).
 
 Two changes are factors, not fields. `rate` multiplies eta alone, in place of the chosen one: for DP-NGD it breaks the
 equation, and only the artifact `bound` may ask for that. `scale` multiplies eta and, squared, the floors: it keeps it.
@@ -166,6 +168,9 @@ class Profile:
                     raise UsageError(f"{file}: {unknown(kind, name, valid)}")
             if method == "dp-ngd" and {"rate", "eta"} & set(axes):
                 raise UsageError(f"{file}: dp-ngd {where} epsilon {epsilon:g}: {BROKEN}")
+            for name in {"eta_sgd", "lambda_base"} & set(axes):
+                raise UsageError(f"{file}: {method} {where} epsilon {epsilon:g}: {name} is no choice of a search: it follows "
+                                 f"from eta_sgd at the top of the file and lambda_base_ratio; remove it")
         for where, by_epsilon in tuned.get("methods", {}).get("dp-sgd", {}).items():
             for epsilon, axes in by_epsilon.items():
                 if "T" in axes and axes["T"] not in tuned.get("eta_sgd", {}).get(where, {}).get(epsilon, {}):
@@ -316,7 +321,8 @@ class Profile:
                 derived = self._whitened(method, like, epsilon, sgd, {**tuned, **changes, **factors}, changes)
             else:
                 derived = {"eta": self._plain(method, like, epsilon, sgd, values)}
-            rate = factors.get("rate", tuned.get("rate", 1.0))
+            fewer = values["T"] < tuned.get("T", values["T"])
+            rate = factors.get("rate", 1.0 if fewer else tuned.get("rate", 1.0))
             eta, origin = derived["eta"]
             chosen = GIVEN if "rate" in factors else TUNED
             derived["eta"] = number(eta * rate), (*origin, *((f"times {rate:g}", chosen) if rate != 1 else ()))

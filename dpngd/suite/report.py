@@ -98,11 +98,14 @@ def shown_keys(left: dict[str, dict]) -> set[str]:
 
 def compute(left: dict[str, dict], settings: profiles.Profile) -> dict[str, Any]:
     """Runs, core hours and hardware; runs that two notebooks share are counted once. `planned` are the runs that the
-    profile asks for, `there` how many of them exist."""
+    profile asks for, `there` how many of them exist; `tests` the same two numbers of those on a test set."""
     keys, store = shown_keys(left), Store(settings.name)
     records = [record for key in sorted(keys) if (record := store.find(key))]
-    planned = {c.key() for notebook in ARTIFACTS for group in configs(notebook, settings).values() for c in group}
-    return {"runs": len(keys), "planned": len(planned), "there": sum(store.find(key) is not None for key in planned),
+    planned = {c.key(): c.validation == 0 for notebook in ARTIFACTS for group in configs(notebook, settings).values()
+               for c in group}
+    there = [key for key in planned if store.find(key) is not None]
+    return {"runs": len(keys), "planned": len(planned), "there": len(there),
+            "tests": {"planned": sum(planned.values()), "there": sum(planned[key] for key in there)},
             "commits": sorted({r.get("where", {}).get("commit", "unknown") for r in records}),
             "seeds": sorted({r["config"]["seed"] for r in records if "seed" in r.get("config", {})}),
             "hours": round(sum(r["seconds"]["total"] for r in records) / 3600, 3),
@@ -144,10 +147,9 @@ def opening(settings: profiles.Profile) -> str:
     def many(n: int, what: str) -> str:
         return f"{NUMBERS.get(n, n)} {what}{'' if n == 1 else 's'}"
 
-    return ("DP-NGD clips and adds noise after whitening by curvature from public images. It is trained here beside "
+    return ("DP-NGD clips and adds noise after whitening by curvature from public images. It is compared here with "
             f"{many(rivals, 'baseline')} on {many(len({c.data for c in runs}), 'data set')}, at "
-            f"{many(budgets, 'privacy budget')} and with {many(len({c.seed for c in runs}), 'seed')} each, on "
-            f"{network}.")
+            f"{many(budgets, 'privacy budget')} with {many(len({c.seed for c in runs}), 'seed')} each, on {network}.")
 
 
 NUMBERS = dict(enumerate(("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")))
@@ -204,7 +206,7 @@ def abstract(data: Mapping[str, Any]) -> list[str]:
         unsure = f"; {len(same)} {shows} no difference ({'; '.join(same)})" if same else ""
         unsure += "".join(f"; {counts[word]} {'is' if counts[word] == 1 else 'are'} {word}"
                           for word in (stats.INCONCLUSIVE, stats.NOT_TESTABLE, stats.NOT_RUN) if word in counts)
-        fourth = f"Refuted here: {'; '.join(against)}{unsure}." if against else \
+        fourth = f"{story.refuted(data['claims']).rstrip('.')}{unsure}." if against else \
             f"No claim of the paper is refuted here{unsure}."
     main = rows["best-everywhere"]
     second = f"{leading(main)} {told('stricter-larger')}" if main["held"] is not None and story.by_cell(main) else \
@@ -381,8 +383,8 @@ Written by `dpngd report {profile} --docs` from figures/{profile}/claims.json: d
 
 n: seeds (of counts, runs). Smallest visible effect: the difference that this n sees with 80 % power; for a claim of no
 change, the smallest margin within which it shows none. Fragile: leaving out one seed changes the verdict. Intervals
-cover seeds and test images{seeds_only}. Differences are in points of accuracy and ratios have no unit: neither is a
-number of the paper's scale, since network and private set are smaller here.
+cover seeds and test images{seeds_only}. Differences are in points of accuracy, and ratios have no unit. Network and private
+set are smaller here than in the paper, so do not compare accuracies with the paper's, only who is ahead and by how much.
 
 ## What each claim says
 
@@ -415,8 +417,13 @@ def docs(profile: str) -> str:
     data = current(profile)
     details = []
     for c in data["claims"]:
-        said = " ".join(story.labelled(x) for x in (c["said"], c["power_said"], c["would_decide"]) if x)
+        if c["word"] == stats.NOT_RUN:
+            continue
+        said = " ".join(story.labelled(x) for x in (c["said"], c["power_said"], c["would_decide"], c["further"]) if x)
         details.append(f"- **{c['sentence']}**{' ' + c['question'] if c['question'] else ''} {said}")
+    waiting = sum(c["word"] == stats.NOT_RUN for c in data["claims"])
+    if waiting:
+        details.append(f"- {waiting} claims are not run: the table above has how many of their runs there are.")
     only = any(c["n"] and not c["images"] and c["unit"] == " points" for c in data["claims"])
     return DOCS.format(profile=profile, stamp=data["stamp"], table=markdown(data),
                        details="\n".join(details), rules=rule_table(),

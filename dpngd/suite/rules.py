@@ -2,7 +2,8 @@
 
 Differences are in points of accuracy, paired by seed, with intervals over seeds and test images. A claim that says
 "more accurate than the baselines" is tried against each of them, never against the best of them after the fact, and so
-is one about a trend of the lead.
+is one about a trend of the lead. Steps to the rivals' peak are the exception: the peak is the maximum over rivals and
+budgets, which is biased upwards where several are level (`peak_ratio`).
 """
 
 from __future__ import annotations
@@ -360,7 +361,11 @@ class Curves:
 
 def peak_ratio(name: str, curves: Curves, factor: float,
                cost: Callable[[np.ndarray], np.ndarray | float] = lambda picked: 1.0) -> Part:
-    """Steps (or with `cost`, by seeds picked, time) to the rivals' peak, theirs over DP-NGD's, at least `factor`."""
+    """Steps (or with `cost`, by seeds picked, time) to the rivals' peak, theirs over DP-NGD's, at least `factor`.
+
+    The peak is a maximum of means, so where several rivals are level it lies above each of their true means, and the
+    ratio below its true value: "refuted" is then reached too often (simulated with four equal rivals and six seeds: 7 to
+    18 % instead of 2.5), "reproduced" is not."""
     if not len(curves.seeds):
         return stats.absent(name)
     peak, everyone = curves.peak(), np.arange(len(curves.seeds))[None]
@@ -373,8 +378,10 @@ def peak_ratio(name: str, curves: Curves, factor: float,
     values = np.asarray(curves.budgets)[at] / steps_of * cost(picked)
     e = stats.percentile(float(np.ravel(peak.ratio * cost(everyone))[0]), values, len(curves.seeds))
     steps = f"{peak.ours:.0f}" if math.isfinite(peak.ours) else "never there"
-    return stats.at_least(f"{name} ({steps} against {peak.theirs:g} steps of {peak.rival})", e, factor, values,
-                          np.where(bounds, math.inf, values))
+    said = f"{name} ({steps} against {peak.theirs:g} steps of {peak.rival})"
+    if len(curves.seeds) > 1 and not np.ptp(curves.table, axis=-1).any():  # all seeds agree: there is no interval
+        return Part(said, e, stats.INCONCLUSIVE, target=factor)
+    return stats.at_least(said, e, factor, values, np.where(bounds, math.inf, values))
 
 
 def speedups(parts: Sequence[Part], unit: str) -> Decision:
@@ -620,7 +627,7 @@ def untuned_level(method: str, loss: float = stats.MARGIN) -> Rule:
     """A method that is not tuned less than `loss` points below tuned DP-NGD, in the mean over the epsilons of each data
     set (non-inferiority)."""
     def rule(runs: Runs) -> Decision:
-        return superiority((Compared(d, runs.contrast(over_budgets(runs, method, "dp-ngd", d)))
+        return superiority((Compared(f"{d} {method} over dp-ngd", runs.contrast(over_budgets(runs, method, "dp-ngd", d)))
                             for d in runs.values("data")), threshold=-loss, margin=None)
     return rule
 

@@ -50,10 +50,15 @@ def missing(runs: Runs) -> str:
     """Which of the planned runs are not there; empty where all are."""
     planned, there = len(runs.configs), len(runs)
     if not planned:
-        return "no run of it is planned"
+        return "it waits for a search, or is not planned"
     if there == planned:
         return ""
     return f"{'preliminary' if there else 'not run'}: {planned - there:,} of {planned:,} runs are missing"
+
+
+def missing_of(row: Row) -> str:
+    """The same of a claim."""
+    return f"{row['planned'] - row['runs']:,} of {row['planned']:,} runs are missing"
 
 
 def amount(value: float, unit: str) -> str:
@@ -66,8 +71,8 @@ def seen(row: Row) -> str:
     """What one sees in the figure or table of a claim."""
     if row["word"] == stats.NOT_RUN:
         if row["runs"] == row["planned"]:  # none, or none of those that the rule needs
-            return "Nothing: no run of it is planned."
-        lost = f"{row['planned'] - row['runs']:,} of {row['planned']:,} runs are missing"
+            return "Nothing yet: it waits for a search, or is not planned."
+        lost = missing_of(row)
         return f"Nothing yet: {lost}." if not row["runs"] else \
             f"{lost}: what is drawn so far is preliminary and decides nothing."
     parts = [p for p in row["parts"] if p["estimate"] is not None]
@@ -131,7 +136,8 @@ def found(rows: Sequence[Row]) -> list[str]:
 
     def told(about: str, row: Row) -> str:
         if row["word"] == stats.NOT_RUN:
-            return f"{about}: not decided yet ({row['runs']:,} of {row['planned']:,} runs)"
+            there = f"not run yet ({row['runs']:,} of {row['planned']:,} runs)"
+            return f"{about}: {there}" + (f"; so far {brief(row)}" if by_cell(row) else "")
         return f"{about}: **{claims.worded(row)}** ({brief(row)})"
 
     return [
@@ -140,8 +146,15 @@ def found(rows: Sequence[Row]) -> list[str]:
         f"{told('It reaches the best accuracy of the baselines in a fraction of their steps', by['fewer-steps'])}; "
         f"{told('one of its steps costs no more than in the paper', by['step-cost-bench'])}.",
         f"{told('With nothing tuned and no public data it is still ahead of them', by['untuned-ahead'])}; "
-        f"{told('it stays within a point of tuned DP-NGD', by['untuned-level'])}.",
+        f"{told('it loses less than a point to tuned DP-NGD', by['untuned-level'])}.",
     ]
+
+
+def refuted(rows: Sequence[Row]) -> str:
+    """The paper's claims that these runs refute, with the numbers of each; empty without any."""
+    said = [f"{r['sentence'].rstrip('.')} ({held_brief(r)}{'; fragile' if r['fragile'] else ''})" for r in rows
+            if not r["question"] and r["word"] == stats.REFUTED]
+    return labelled(f"Not so here: {'; '.join(said)}.") if said else ""
 
 
 def brief(row: Row) -> str:
@@ -221,7 +234,8 @@ def claim(row: Row) -> str:
     if told.startswith(seen(row).rstrip(".")):  # one comparison: it is told above, and what is left is its n
         told = told.removeprefix(seen(row).rstrip(".")).strip(" .")
         told = re.sub(r"^\((.*?)\)", r"\1", told) + "." if told else ""
-    said = " ".join(labelled(x) for x in (told, row["power_said"], row["would_decide"]) if x) if decided else seen(row)
+    said = " ".join(labelled(x) for x in (told, row["power_said"], row["would_decide"], row["further"]) if x) \
+        if decided else seen(row)
     return f"{asked}<p><b>{bold_html(row['sentence'])}</b> ({bold_html(row['place'])}).{paper}</p>\n" \
            f"{sees}<p>{badge(row)} {bold_html(said)}</p>"
 

@@ -28,7 +28,7 @@ from dpngd.training.config import FIELDS, RunConfig
 
 Table = tuple[pd.DataFrame, str, str, pd.DataFrame]
 """What `Study.table` takes: the table that is shown, its name, its caption, all numbers."""
-OWN = ("lambda_safe", "pt_steps", "adadps_e", "C0", "C1")  # parameters that a method has for itself
+OWN = ("lambda_safe", "lambda_base", "pt_steps", "adadps_e", "C0", "C1")  # parameters that a method has for itself
 
 
 # ---- Accuracy, for every notebook ------------------------------------------------------------------------------------
@@ -184,19 +184,33 @@ def leads(runs: Runs) -> pd.DataFrame:
                                        "high", "n", "images", "paper"])
 
 
+def leads_shown(found: pd.DataFrame) -> pd.DataFrame:
+    """`leads` for people: data sets by their names, the lead with its interval in one column."""
+    there = found["paper"].notna()
+    return pd.DataFrame({
+        "method": found["method"], "data set": found["data"].map(sets.label), "ε": found["epsilon"].map("{:g}".format),
+        "best baseline": found["best baseline"],
+        "lead, 95% interval": [f"{r.lead:+.2f}" + (f" [{r.low:.2f}, {r.high:.2f}]" if math.isfinite(r.high - r.low) else "")
+                               for r in found.itertuples()],
+        "n": found["n"], "the paper's lead": found["paper"].where(there, 0.0).map("{:+.2f}".format).where(there, "–")})
+
+
 def matrix(table: pd.DataFrame) -> pd.DataFrame:
     """`accuracy` of Table 2 as the paper prints it: a row per data set and method, a column per epsilon, the highest
-    mean of a data set and epsilon in bold (between two stars)."""
+    mean of a data set and epsilon in bold (between two stars) once all methods have as many seeds."""
     rows = []
     for data, here in table.groupby("data", sort=False):
-        best = here.groupby("epsilon")["accuracy"].max()
+        cells = here.groupby("epsilon")
+        best = cells["accuracy"].max().where(cells["n"].nunique() == 1)
+        most = cells["n"].max()
         for method, mine in here.groupby("method", sort=False):
             row = {"data set": sets.label(data), "method": method}
             for line in mine.itertuples():
                 half = (line.high - line.low) / 2
                 text = stats.NOT_RUN if not line.n else f"{line.accuracy:.1f}" + (
                     f" ± {half:.1f}" if math.isfinite(half) and half > 0 else "") + (
-                    f" ({line.diverged} diverged)" if line.diverged else "")
+                    f" ({line.diverged} diverged)" if line.diverged else "") + (
+                    f" (n={line.n})" if line.n < most[line.epsilon] else "")
                 row[f"ε = {line.epsilon:g}"] = f"**{text}**" if line.n and line.accuracy == best[line.epsilon] else text
             rows.append(row)
     return pd.DataFrame(rows).fillna("")
@@ -409,13 +423,23 @@ def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
             edges = tuning.edges(profile, method, d, epsilon, name)
             rows.append({"method": METHODS[method].label, "data": sets.label(d), "network": best[0].model,
                          "ε": f"{epsilon:g}", "trials": len(first), "repeats": sum(len(cs) for _, cs in repeats),
-                         "best η": f"{best[0].eta:g}", "T": best[0].T,
+                         "best η": f"{best[0].eta:.3g}", "T": best[0].T,
                          "its own": ", ".join(f"{n}={v:g}" for n, v in own.items() if v is not None) or "none",
                          "validation accuracy": Runs(best, runs.found).mean().text(1),
                          "at the edge of its grid": ", ".join(edges) or "no"})
     model = profile.settings[name]["model"]
     where = f" on {model}" if model else " at an ε between the two" if kept else ""
-    return pd.DataFrame(rows), name, f"What won the search{where}: the same number of trials for every method", data
+    trials = {method: sorted({row["trials"] for row in rows if row["method"] == METHODS[method].label})
+              for method in runs.methods()}
+    usual = max((n for counts in trials.values() for n in counts), key=[n for c in trials.values() for n in c].count,
+                default=0)
+    others = [f"{METHODS[m].label} {' or '.join(map(str, counts))}" for m, counts in trials.items()
+              if counts and counts != [usual]]
+    said = f"What won the search{where}: {usual} trials for every method"
+    if others:
+        said += f", but {'; '.join(others)} (DP-SGD is also tuned at the steps of Figure 2; an arm of DP-NGD only has " \
+                "a rate to find)"
+    return pd.DataFrame(rows), name, said, data
 
 
 def finalists(runs: Runs, profile: Profile, name: str = "tuning") -> pd.DataFrame | None:

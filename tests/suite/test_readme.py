@@ -43,9 +43,11 @@ def test_until_there_is_a_test_run_the_readme_says_what_the_runs_are_of(monkeypa
     assert "No run is shipped yet." in pages.how_far({})
     records = {str(i): {"evaluated_on": "validation"} for i in range(1234)}
     monkeypatch.setattr(pages.Store, "shipped", records)
-    said = pages.how_far({"there": 7, "planned": 2000})
+    compute = {"tests": {"there": 7, "planned": 2000}}
+    said = pages.how_far(compute)
     assert "1,234 runs are shipped, all of them of the gate and the search" in said
     assert "2,000" not in said
     monkeypatch.setattr(pages.Store, "shipped", records | {"t": {"evaluated_on": "test"}})
-    assert "7 of 2,000 planned runs are there" in pages.how_far({"there": 7, "planned": 2000})
-    assert "validation" not in pages.how_far({"there": 7, "planned": 2000})
+    said = pages.how_far(compute)
+    assert "7 of 2,000 planned runs on test sets are there" in said
+    assert "1,234 runs of the gate and the search" in said

@@ -40,7 +40,7 @@ def test_what_is_missing_is_said():
     assert story.seen(row("not run", runs=0, planned=600)) == "Nothing yet: 600 of 600 runs are missing."
     for planned in (0, 12):  # of 12 that exist, none is what the rule needs
         said = story.seen(row("not run", runs=planned, planned=planned))
-        assert said == "Nothing: no run of it is planned."
+        assert said == "Nothing yet: it waits for a search, or is not planned."
     assert "12 of 600 runs are missing" in story.seen(row("not run", THREE, runs=588))
     assert "preliminary" in story.seen(row("not run", THREE, runs=588))
 
@@ -61,7 +61,7 @@ def test_missing_runs_are_counted():
     assert story.missing(Runs(configs, {})) == "not run: 3 of 3 runs are missing"
     assert story.missing(Runs(configs, {configs[0].key(): {}})) == "preliminary: 2 of 3 runs are missing"
     assert story.missing(Runs(configs, {c.key(): {} for c in configs})) == ""
-    assert story.missing(Runs([], {})) == "no run of it is planned"
+    assert story.missing(Runs([], {})) == "it waits for a search, or is not planned"
 
 
 def test_names_are_those_of_figures():
@@ -124,7 +124,7 @@ def test_the_readme_has_three_sentences_whatever_is_known():
     rows = [claims.decide(c, {}) for c in claims.all_claims()]
     said = story.found(rows)
     assert len(said) == 3
-    assert all(s.count("not decided yet") == 2 and s.endswith(".") for s in said)
+    assert all(s.count("not run yet") == 2 and s.endswith(".") for s in said)
     by = {r["id"]: i for i, r in enumerate(rows)}
     rows[by["best-everywhere"]] = row("inconclusive", THREE, fragile=True, held=1, cells=2)
     first = story.found(rows)[0]
@@ -134,7 +134,7 @@ def test_the_readme_has_three_sentences_whatever_is_known():
 @pytest.mark.parametrize("word", ["not run", "reproduced"])
 def test_the_readmes_picture_comes_with_its_word(word, monkeypatch, tmp_path):
     rows = [claims.decide(c, {}) | {"word": word} for c in claims.all_claims()]
-    data = {"claims": rows, "compute": {"planned": 2000, "there": 7}}
+    data = {"claims": rows, "compute": {"tests": {"planned": 2000, "there": 7}}}
     monkeypatch.setattr(pages.report, "current", lambda profile: data)
     monkeypatch.setattr(pages.Store, "shipped", {"key": {"evaluated_on": "test"}})
     monkeypatch.setattr(pages.paths, "ROOT", tmp_path, raising=False)
@@ -146,7 +146,7 @@ def test_the_readmes_picture_comes_with_its_word(word, monkeypatch, tmp_path):
     assert ("](figures/cpu/lead.png)" in part) == (word == "reproduced")
     assert ("](figures/cpu/theorem.png)" in part) == (word == "not run")
     assert ("Open 01 first" in pages.notebooks_part()) == (word == "reproduced")
-    assert ("7 of 2,000 planned runs are there" in part) == (word == "not run")
+    assert ("7 of 2,000 planned runs on test sets are there" in part) == (word == "not run")
 
 
 def test_a_readme_without_its_markers_is_an_error():
