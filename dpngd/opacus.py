@@ -66,7 +66,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpngd import images
-from dpngd.clamping import AUTO, check_lambda_safe, dynamic_floor
+from dpngd.clamping import AUTO, check_lambda_safe, check_share, dynamic_floor
 from dpngd.curvature import KFAC, LayerCurvature, SteepKFAC
 from dpngd.disjoint import overlap
 from dpngd.errors import UsageError
@@ -78,7 +78,20 @@ from dpngd.layers.forms import product
 from dpngd.mechanism import GaussianMechanism
 from dpngd.natural import Natural, public_clip
 from dpngd.noise import SecretNoise, TorchNoise, stream
-from dpngd.steps import GROWTH, K_DEFAULT, K_NOISE_DEFAULT, PROBE, WITHIN, Direction, KLBudget, Probe, Rate, Step, Steps
+from dpngd.steps import (
+    GROWTH,
+    K_DEFAULT,
+    K_NOISE_DEFAULT,
+    PROBE,
+    SMALLEST_PROBE,
+    WITHIN,
+    Direction,
+    KLBudget,
+    Probe,
+    Rate,
+    Step,
+    Steps,
+)
 
 SMALLEST = 50
 """Public images at least: of fewer the curvature is mostly sampling error."""
@@ -161,7 +174,15 @@ class DPNGD(DPOptimizer):
         if {id(p) for p in self.params} != ours:
             raise UsageError("the optimizer's parameters are not the module's trainable parameters: build the "
                              "optimizer from module.parameters(); freeze what must not train by requires_grad_(False)")
-        check_numbers(whole={"T": T, "T_cur": T_cur, "probe": probe}, real={"T1": T1, "p": p})
+        check_numbers(whole={"T": T, "T_cur": T_cur, "probe": probe, "seed": seed},
+                      real={"T1": T1, "p": p} | ({} if kl_noise is None else {"kl_noise": kl_noise}))
+        if probe < SMALLEST_PROBE:
+            raise UsageError(f"the probe has {probe} images: a step's KL divergence needs at least {SMALLEST_PROBE} "
+                             "public images")
+        if kl_noise is not None and not 0 < kl_noise < math.inf:
+            raise UsageError(f"kl_noise is {kl_noise!r}: it must be a positive number, or None for no bound")
+        if most is not None:
+            check_share("most", most)
         if lambda_safe is None or isinstance(lambda_safe, bool):
             raise UsageError(f"lambda_safe is {lambda_safe!r}: it must be a positive number, or {AUTO!r}")
         check_lambda_safe(lambda_safe)

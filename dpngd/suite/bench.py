@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import datetime
 import functools
 import gc
 import json
@@ -398,6 +399,7 @@ def main(args: argparse.Namespace) -> int:
         "ratio": {name: ratios(r["contenders"]) for name, r in results.items()},
         **{k: getattr(args, k) for k in ("K", "threads", "public", "t_cur", "amortise_batch", "floor", "repeats")},
         "clock": args.clock, "cpu": record.cpu(), "cores": cores, "torch": torch.__version__, "load": load,
+        "commit": record.commit(), "date": datetime.date.today().isoformat(),
         "micro_batch": args.micro_batch, "goals": GOALS,
     }
     if args.opacus or args.full:

@@ -128,12 +128,12 @@ def bench(argv: list[str] | None = None) -> int:
     p.add_argument("--quick", action="store_true",
                    help="within a minute: the small network, 5 rounds, the contenders of the goals, no memory")
     p.add_argument("--opacus", action="store_true",
-                   help="also Opacus's loop with DPNGD, against its own DP-SGD loop, and two whole runs of each")
+                   help="also Opacus's loop with DPNGD, against its own DP-SGD loop: whole runs of three programs")
     p.add_argument("--scaling", action="store_true",
                    help="also how cost grows with batch, width, public images, T_cur and K; seconds to calibrate and "
                         "to start; runs per hour of each method; processes against threads")
     p.add_argument("--full", action="store_true",
-                   help="--scaling, and all networks again with one thread: what results/bench.json holds")
+                   help="--scaling, --opacus, and all networks again with one thread: what results/bench.json holds")
     p.add_argument("--figures", type=Path, metavar="FOLDER", help="draw how cost grows there (scaling.png and .svg)")
     p.add_argument("--clock", choices=["wall", "cpu"], default="wall",
                    help="what counts: seconds of the wall (default), or of this process, on a machine with other work")

@@ -122,8 +122,8 @@ def how_far(compute: Mapping[str, Any]) -> str:
         return (f"**The evidence is still being computed.** {sum(on.values()):,} runs are shipped, all of them of the "
                 "gate and the search, on validation images; none on a test set yet.")
     there, planned = (compute.get("tests", {}).get(name, 0) for name in ("there", "planned"))
-    return (f"**The evidence is still being computed: {there:,} of {planned:,} planned runs on test sets are there**, and "
-            f"{sum(on.values()) - on['test']:,} runs of the gate and the search, on validation images.")
+    return (f"**The evidence is still being computed: {there:,} of {planned:,} planned runs on test sets are there**, "
+            f"and {sum(on.values()) - on['test']:,} runs of the gate and the search, on validation images.")
 
 
 def notebooks_part() -> str:
@@ -154,7 +154,7 @@ def trained_in(notebook: str, profile: str) -> str:
 
 @functools.cache
 def minutes_of(notebook: str, profile: str) -> float:
-    """Minutes of one core that the runs of a notebook take which no notebook before it has, as the profile estimates."""
+    """Minutes of one core that the runs of a notebook take which no notebook before it has, as estimated."""
     settings = profiles.load(profile)
 
     def runs(name: str) -> dict[str, Any]:

@@ -17,8 +17,8 @@ What the profile's grid search chose is in `settings["tuned"]` (params/tuned/<pr
 DP-SGD's rates by T, and by method its steps T, its own values and its `rate`. An epsilon takes what was chosen at the
 nearer one on a log scale. Where T is another one than was chosen, eta_sgd is that of this T: between two T's at which
 DP-SGD was tuned by log-log interpolation. So every method's rate moves with DP-SGD's. With fewer steps than were chosen
-the factor `rate` is 1: it corrects eta_sgd at the T that it was found at, and was too large at smaller ones (docs/protocol.md,
-log, 2026-11-19).
+the factor `rate` is 1: it corrects eta_sgd at the T that it was found at, and was too large at smaller ones
+(docs/protocol.md, log, 2026-11-19).
 
 Two changes are factors, not fields. `rate` multiplies eta alone, in place of the chosen one: for DP-NGD it breaks the
 equation, and only the artifact `bound` may ask for that. `scale` multiplies eta and, squared, the floors: it keeps it.
@@ -169,8 +169,8 @@ class Profile:
             if method == "dp-ngd" and {"rate", "eta"} & set(axes):
                 raise UsageError(f"{file}: dp-ngd {where} epsilon {epsilon:g}: {BROKEN}")
             for name in {"eta_sgd", "lambda_base"} & set(axes):
-                raise UsageError(f"{file}: {method} {where} epsilon {epsilon:g}: {name} is no choice of a search: it follows "
-                                 f"from eta_sgd at the top of the file and lambda_base_ratio; remove it")
+                raise UsageError(f"{file}: {method} {where} epsilon {epsilon:g}: {name} is no choice of a search: it "
+                                 f"follows from eta_sgd at the top of the file and lambda_base_ratio; remove it")
         for where, by_epsilon in tuned.get("methods", {}).get("dp-sgd", {}).items():
             for epsilon, axes in by_epsilon.items():
                 if "T" in axes and axes["T"] not in tuned.get("eta_sgd", {}).get(where, {}).get(epsilon, {}):

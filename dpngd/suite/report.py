@@ -383,8 +383,9 @@ Written by `dpngd report {profile} --docs` from figures/{profile}/claims.json: d
 
 n: seeds (of counts, runs). Smallest visible effect: the difference that this n sees with 80 % power; for a claim of no
 change, the smallest margin within which it shows none. Fragile: leaving out one seed changes the verdict. Intervals
-cover seeds and test images{seeds_only}. Differences are in points of accuracy, and ratios have no unit. Network and private
-set are smaller here than in the paper, so do not compare accuracies with the paper's, only who is ahead and by how much.
+cover seeds and test images{seeds_only}. Differences are in points of accuracy, and ratios have no unit. Network and
+private set are smaller here than in the paper, so do not compare accuracies with the paper's, only who is ahead and by
+how much.
 
 ## What each claim says
 

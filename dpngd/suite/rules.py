@@ -364,8 +364,8 @@ def peak_ratio(name: str, curves: Curves, factor: float,
     """Steps (or with `cost`, by seeds picked, time) to the rivals' peak, theirs over DP-NGD's, at least `factor`.
 
     The peak is a maximum of means, so where several rivals are level it lies above each of their true means, and the
-    ratio below its true value: "refuted" is then reached too often (simulated with four equal rivals and six seeds: 7 to
-    18 % instead of 2.5), "reproduced" is not."""
+    ratio below its true value: "refuted" is then reached too often (simulated with four equal rivals and six seeds: 7
+    to 18 % instead of 2.5), "reproduced" is not."""
     if not len(curves.seeds):
         return stats.absent(name)
     peak, everyone = curves.peak(), np.arange(len(curves.seeds))[None]
@@ -627,8 +627,9 @@ def untuned_level(method: str, loss: float = stats.MARGIN) -> Rule:
     """A method that is not tuned less than `loss` points below tuned DP-NGD, in the mean over the epsilons of each data
     set (non-inferiority)."""
     def rule(runs: Runs) -> Decision:
-        return superiority((Compared(f"{d} {method} over dp-ngd", runs.contrast(over_budgets(runs, method, "dp-ngd", d)))
-                            for d in runs.values("data")), threshold=-loss, margin=None)
+        return superiority(
+            (Compared(f"{d} {method} over dp-ngd", runs.contrast(over_budgets(runs, method, "dp-ngd", d)))
+             for d in runs.values("data")), threshold=-loss, margin=None)
     return rule
 
 

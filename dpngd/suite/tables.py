@@ -190,8 +190,9 @@ def leads_shown(found: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({
         "method": found["method"], "data set": found["data"].map(sets.label), "ε": found["epsilon"].map("{:g}".format),
         "best baseline": found["best baseline"],
-        "lead, 95% interval": [f"{r.lead:+.2f}" + (f" [{r.low:.2f}, {r.high:.2f}]" if math.isfinite(r.high - r.low) else "")
-                               for r in found.itertuples()],
+        "lead, 95% interval": [
+            f"{r.lead:+.2f}" + (f" [{r.low:.2f}, {r.high:.2f}]" if math.isfinite(r.high - r.low) else "")
+            for r in found.itertuples()],
         "n": found["n"], "the paper's lead": found["paper"].where(there, 0.0).map("{:+.2f}".format).where(there, "–")})
 
 
@@ -437,8 +438,8 @@ def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
               if counts and counts != [usual]]
     said = f"What won the search{where}: {usual} trials for every method"
     if others:
-        said += f", but {'; '.join(others)} (DP-SGD is also tuned at the steps of Figure 2; an arm of DP-NGD only has " \
-                "a rate to find)"
+        said += f", but {'; '.join(others)} (DP-SGD is also tuned at the steps of Figure 2; an arm of DP-NGD has " \
+                "only its rate to find)"
     return pd.DataFrame(rows), name, said, data
 
 

@@ -484,6 +484,31 @@ def test_runs_that_all_agree_decide_nothing(claim):
     assert "all seeds agree" in row["would_decide"]
 
 
+@pytest.mark.parametrize("claim", RATIOS)
+def test_seeds_that_all_agree_show_no_number_of_steps(claim):
+    runs = runs_of(artifact(BY_ID[claim].source), lambda c: curve(30)(c.replace(seed=SEEDS[0])))
+    assert word(claim, runs) == "inconclusive"
+
+
+@pytest.mark.parametrize("claim", LOSSES)
+def test_losses_that_all_agree_decide_nothing(claim):
+    runs = runs_of(artifact("ablation_floor"), lambda c: 50.0,
+                   losses=lambda c: [2.0] * (c.T // 4) + [1.0 - 0.3 * (c.method == "dp-ngd")] * (c.T - c.T // 4))
+    assert word(claim, runs) == "inconclusive"
+
+
+def test_times_that_all_agree_decide_nothing():
+    runs = runs_of(artifact("overhead"), lambda c: 50.0, seconds=lambda c: {"gradients": 0.01 * c.T})
+    assert word("step-cost", runs) == "inconclusive"
+
+
+@pytest.mark.parametrize(("times", "size", "asked"), [(-4.0, 0.1, True), (0.0, 4.0, True), (4.0, 0.1, False)])
+def test_a_claim_that_is_not_shown_names_those_that_ask_why(times, size, asked):
+    row = decide("public-curvature", scored("public-curvature", times, size))
+    assert row["further"] == (f"Looked into by: {BY_ID['tuned-between'].sentence}" if asked else "")
+    assert all(name in BY_ID for c in BY_ID.values() for name in c.further)
+
+
 @pytest.mark.parametrize("claim", [c for c in BY_ID if BY_ID[c].source not in claims.MEASURED])
 def test_a_claim_with_a_run_missing_is_not_run(claim):
     """One of them is enough: no word, not even a weaker one, and the count is told."""
