@@ -305,8 +305,13 @@ def test_a_floor_that_clamps_all_or_nothing_is_warned_of_once(floor, message):
     ({"kl_budget": 0.0}, "the KL budget K is 0.0"),
     ({"kl_budget": -1}, "the KL budget K is -1"),
     ({"kl_budget": "ten"}, "kl_budget is 'ten': it must be a positive number, 'auto' or None"),
-    ({"kl_noise": 0}, "K_noise is 0"),
+    ({"kl_noise": 0}, "kl_noise is 0: it must be a positive number, or None"),
+    ({"kl_noise": "3"}, "kl_noise is '3': it must be a number"),
     ({"probe": 8}, "the probe has 8 images: .* at least 16"),
+    *(({"kl_budget": None, **wrong}, f"{name} is|has 8") for wrong, name in (
+        ({"kl_noise": -1}, "kl_noise"), ({"probe": 8}, "probe"), ({"most": 2}, "most"))),  # also where they do nothing
+    ({"seed": "x"}, "seed is 'x': it must be a whole number"),
+    ({"seed": -1}, "seed is -1"),
     ({"kl_budget": 10, "kl_radius": 0.1}, "kl_budget and kl_radius exclude one another"),
     ({"kl_radius": -0.1}, "kl_radius is -0.1"),
     ({"most": 0}, "most is 0: it must be above 0 and below 1"),
