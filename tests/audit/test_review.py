@@ -22,7 +22,7 @@ from dpngd.noise import SecretNoise, seeded_noise, stream
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
-SECTION = TEXT.split("## The review's programs", 1)[1].split("\n## ")[0]
+SECTION = TEXT.split("## What a review of the first edition found", 1)[1].split("\n## ")[0]
 TABLE = SECTION.split("### In both editions", 1)[1]
 NAMED = sorted(set(re.findall(r"`((?:core|methods|training|data|suite|audit)/\w+\.py)::(\w+)`", SECTION)))
 

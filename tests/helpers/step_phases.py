@@ -1,5 +1,5 @@
-"""Where the milliseconds of a DP-SGD step and of a refresh of F go, part by part, as docs/speed.md shows them; and how
-fast one core copies. On a quiet machine:
+"""Where the milliseconds of a DP-SGD step and of a refresh of F go, part by part, as docs/speed-limits.md shows them;
+and how fast one core copies. On a quiet machine:
 
     OMP_NUM_THREADS=1 python tests/helpers/step_phases.py small
 """
