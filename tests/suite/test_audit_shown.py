@@ -50,7 +50,7 @@ def test_the_figure_counts_every_score(tmp_path):
     assert any("commit" in t.get_text() for t in figure.texts)
     figure.savefig(tmp_path / "canary.png")
     with pytest.raises(UsageError, match="no canary"):
-        figures.canary({"canary": {}})
+        figures.canary({**stored(), "canary": {}})
 
 
 def test_the_measured_distance_is_that_of_the_scores():
