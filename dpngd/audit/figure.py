@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpngd.audit.statistics import mu_limit
 from dpngd.errors import UsageError
 
 BINS = 60
@@ -49,9 +50,15 @@ def distance(c: Mapping[str, Any]) -> tuple[float, float]:
     return at, 1.96 * math.sqrt(4 / total + at**2 / (2 * total))
 
 
-def draw(canaries: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str] | None = None) -> Any:
+def limit(c: Mapping[str, Any], level: float) -> float:
+    """The distance beyond which the audit fails: there its lower limit at this level is the one that sigma allows."""
+    return mu_limit(c["claim"], sum(c["in"]), sum(c["out"]), level)
+
+
+def draw(canaries: Mapping[str, Mapping[str, Any]], level: float, labels: Mapping[str, str] | None = None) -> Any:
     """A matplotlib figure: above, the scores of one subject with the canary and without it, and two normal curves
-    1/sigma apart; below, a row per subject with the distance that was measured over the one that sigma allows."""
+    1/sigma apart; below, a row per subject with the distance that was measured over the one that sigma allows, and a
+    tick where the audit, whose level is `level`, fails."""
     try:
         from matplotlib.figure import Figure  # late: only the figure needs it
     except ModuleNotFoundError:
@@ -82,11 +89,13 @@ def draw(canaries: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str] | 
         at, half = distance(found)
         rows.errorbar([at / found["claim"]], [i], xerr=[half / found["claim"]], fmt="o", color="#222222", ms=4, lw=1.1,
                       capsize=2)
+        rows.plot([limit(found, level) / found["claim"]], [i], "|", color="#222222", ms=11, mew=2)
     rows.axvline(1.0, color="#222222", lw=1, ls=":")
     rows.set_yticks(range(len(canaries)), list(said.values()), fontsize=8)
     rows.set_ylim(len(canaries) - 0.4, -0.6)
     rows.grid(axis="y", visible=False)
-    rows.set_title("distance of the two means, with its 95% interval", loc="left", fontsize=9)
+    rows.set_title("distance of the two means, with its 95% interval; tick: a dot beyond it fails the audit",
+                   loc="left", fontsize=9)
     rows.set_xlabel("measured distance / the largest that σ allows, 1/σ (dotted)")
     for ax in (top, rows):
         ax.spines[["right", "top"]].set_visible(False)

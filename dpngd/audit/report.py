@@ -75,7 +75,7 @@ class Report:
 
     def figure(self, path: str | Path) -> None:
         """Draw the canary's scores (`dpngd.audit.figure`). Needs matplotlib."""
-        figure.draw(self.to_dict()["canary"]).savefig(path, dpi=150)
+        figure.draw(self.to_dict()["canary"], LEVEL).savefig(path, dpi=150)
 
 
 class _Notes(Report):

@@ -3,6 +3,7 @@
     function            answers
     clopper_pearson     exact limits of a binomial probability
     mu_lower            lower limit of the distance mu of two normal samples, in units of their standard deviation
+    mu_limit            the estimate of mu that has a given lower limit
     epsilon_lower       lower limit of epsilon from the scores of a membership test, without any assumption
     one_run_epsilon     lower limit of epsilon from the guesses of one run (Steinke, Nasr and Jagielski, 2023)
     gdp_epsilon         the epsilon of a Gaussian mechanism with 1/sigma = mu, exact (Balle and Wang, 2018)
@@ -65,6 +66,16 @@ def _nct_sf(t: float, df: int, nc: float) -> float:
 def _chi_levels(df: int) -> Array:
     """sqrt(v / df) at 2,001 levels of equal probability."""
     return np.sqrt(stats.chi2.ppf((np.arange(2001) + 0.5) / 2001, df) / df)
+
+
+def mu_limit(mu: float, n: int, k: int, alpha: float) -> float:
+    """The estimate of mu from n and k scores at which its lower limit is `mu`: of any larger one the limit is above."""
+    df, unit = n + k - 2, math.sqrt(1 / n + 1 / k)
+    nc = mu / unit
+    high = nc + 1
+    while _nct_sf(high, df, nc) > alpha:
+        high *= 2
+    return optimize.brentq(lambda t: float(_nct_sf(t, df, nc)) - alpha, nc, high) * unit
 
 
 def mu_power(mu: float, n: int, alpha: float, power: float = 0.99) -> float:

@@ -54,6 +54,7 @@ KL_STEP = frozenset({"kl_budget", "kl_noise", "probe", "clip_ratio"})
 # Okabe and Ito's colours, which people with any of the common colour deficiencies can tell apart.
 BLACK, SKY, ORANGE, GREEN, BLUE, VERMILION, PURPLE = ("#000000", "#56B4E9", "#E69F00", "#009E73", "#0072B2", "#D55E00",
                                                       "#CC79A7")
+INDIGO = "#4B0092"  # not of theirs, and for these people too further from each of them than they are from each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Method:
     about: str  # what it is, in a few words
     uses: frozenset[str]  # all fields of a RunConfig that it reads beyond those of every run
     builder: str | Callable[[Setting], Built]  # a function, or "module:function", imported when it is built
-    colour: str = BLUE  # arms share one: their labels tell them apart
+    colour: str = BLUE  # arms share one, which no method of Table 2 has: their labels tell them apart
     marker: str = "o"
     baseline: bool = False  # one of the methods that the paper compares DP-NGD with
     pretrained: bool = False  # starts from weights trained on the public set
@@ -259,7 +260,7 @@ register(Method(
     builder="dpngd.methods.dp_ngd:build_auto", uses=PUBLIC | CURVATURE | FLOORS["auto"] | {"eta_sgd", "C_sgd"}))
 register(Method(
     name="dp-ngd-kl", label="DP-NGD, KL step", about="dp-ngd with a floor by rank and a KL budget: no rate",
-    colour=BLUE, marker=">", left=-0.5, right=-0.5, floor="auto", builder="dpngd.methods.dp_ngd:build_kl",
+    colour=INDIGO, marker=">", left=-0.5, right=-0.5, floor="auto", builder="dpngd.methods.dp_ngd:build_kl",
     uses=PUBLIC | {"T_cur"} | FLOORS["auto"] | KL_STEP))
 register(Method(
     name="dp-ngd-free", label="DP-NGD free", about="dp-ngd-kl on public images made here: no rate, no public data",

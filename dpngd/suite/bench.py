@@ -206,6 +206,7 @@ def scaling_figure(report: dict) -> Figure:
         centre = math.exp(statistics.fmean(math.log(t / v ** row["exponent"]) for t, v in zip(ms, values, strict=True)))
         ax.plot(values, [centre * v ** row["exponent"] for v in values], "--", color="0.55", lw=1)
         ax.plot(values, ms, "o-", color=plots.colour("dp-ngd"), ms=4.5, lw=1.4)
+        plots.keep(ax, plots.label("dp-ngd"), values, ms)
         ax.set(xscale="log", yscale="log", xlabel=SCALED[what])
         ax.set_ylabel("ms per refresh" if what == "public" else "ms per step")
         ax.set_title(f"power {row['exponent']:.2f}")

@@ -3,8 +3,9 @@
 Every figure says by itself what is shown: data set, network and epsilon over each panel, n and the meaning of the
 marks below them. A number of the paper is drawn hollow beside ours only where both mean the same: accuracies where the
 network is the paper's too, differences between two methods where the data set is. A difference is the one that its
-claim compares, its bar the interval that decides the claim, and the axis says which side is whose. Runs that do not
-exist give `plots.nothing`.
+claim compares, in the claim's direction, its bar the interval that decides the claim, and the axis says which side is
+whose. A figure without a number of ours is `plots.nothing`, a panel or row without one says so, and n, legend and notes
+are made from what is drawn.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from dpngd.audit.figure import distance, limit
 from dpngd.audit.figure import draw as draw_canary
 from dpngd.clamping import DynamicFloor
 from dpngd.data import sets
@@ -66,23 +68,37 @@ def papers_network(runs: Runs, data: str) -> bool:
     return [published()["utility_table"]["models"].get(data, "").lower()] == runs.where(data=data).values("model")
 
 
-def seeds_note(runs: Runs) -> str:
-    """How many seeds there are of a setting: the fewest and the most."""
+def log_axis(ax, values: Sequence[float]) -> None:
+    """A logarithmic x axis with these ticks, also where nothing is drawn on it."""
+    ax.set_xscale("log")
+    ax.set_xticks(values, [f"{v:,g}" for v in values])
+    ax.minorticks_off()
+    if values:
+        beyond = (max(values) / min(values)) ** 0.05 if len(values) > 1 else 2.0
+        ax.set_xlim(min(values) / beyond, max(values) * beyond)
+
+
+def seeds_of(runs: Runs) -> list[int]:
+    """How many seeds there are of each setting: the different counts."""
     counts: dict[tuple, set[int]] = {}
     for config, _ in runs.each():
         setting = tuple(v for k, v in sorted(config.canonical().items()) if k != "seed")
         counts.setdefault((config.method, str(setting)), set()).add(config.seed)
-    n = sorted({len(seeds) for seeds in counts.values()})
+    return sorted({len(seeds) for seeds in counts.values()})
+
+
+def seeds_note(n: Sequence[int], runs: Runs) -> str:
+    """The fewest and the most seeds behind what is drawn, and how many of the runs are missing."""
     if not n:
         return "not run"
     lost = f" ({missing(runs)})" if runs.missing else ""
     return f"n = {n[0]}" + (f" to {n[-1]}" if len(n) > 1 else "") + f" seeds{lost}"
 
 
-def interval_note(runs: Runs) -> str:
+def interval_note(figure: Figure, runs: Runs) -> str:
     images = any("correct" in r for r in runs.records)
     over = "seeds and test images" if images else "seeds"
-    return f"Filled: mean and 95% interval over {over}, {seeds_note(runs)}"
+    return f"Filled: mean and 95% interval over {over}, {seeds_note(plots.counts(figure), runs)}"
 
 
 def notes(*parts: str) -> str:
@@ -123,6 +139,7 @@ def marks_held(runs: Runs, rule: rules.Rule) -> set[str]:
 
 
 EACH = "bars are 95% each, not corrected for their number"
+EQUAL = "at the rate of the equation"
 HELD_NOTE = f"{EACH}; ✓: above every baseline after Holm's correction, as the claim is decided"
 
 
@@ -144,37 +161,37 @@ def dots(runs: Runs, rows: Sequence[Difference], head: str, *, equal: Runs | Non
     rate, below those at their own best one; the paper's differences hollow."""
     if not len(runs):
         return plots.nothing(head)
-    cells, two = runs.cells(), equal is not None and len(equal) > 0
-    pairs = [(r.first, r.second) for r in rows]
+    cells, pairs = runs.cells(), [(r.first, r.second) for r in rows]
+    found = differences_of(runs, pairs, pooled)
+    other = differences_of(equal, pairs, pooled) if equal is not None and len(equal) else {}
+    two = any(e.n for e in other.values())
     figure, axes = plots.new(len(cells), width=6.6 if len(cells) == 1 else WIDTH, sharey=True, sharex=True,
                              height=1.75 + (0.62 if two else 0.45) * len(rows))
-    found = differences_of(runs, pairs, pooled)
-    other = differences_of(equal, pairs, pooled) if two else {}
     shown, bars, beside = [0.0], [], False
     for ax, (data, epsilon) in zip(axes, cells, strict=True):
         here = runs.where(data=data, epsilon=epsilon)
         for i, row in enumerate(rows):
-            e = found[data, epsilon, i]
-            point(ax, i - (0.22 if two else 0.0), e, row.look, horizontal=True)
+            e, alike = found[data, epsilon, i], other.get((data, epsilon, i), stats.NOTHING)
+            point(ax, i - (0.22 if two else 0.0), e, row.look, at=row.text, horizontal=True)
+            point(ax, i, alike, row.look, at=row.text, series=f"{label(row.look)}, {EQUAL}", horizontal=True, fmt="|",
+                  ms=11, mew=2)
             sides = [here.where(**fields) for fields in (row.first, row.second)]
             lost, ran = max((side.diverged(), len(side)) for side in sides)
             if lost:  # its accuracy is chance: the axis is set by the others, and an arrow says where it lies
                 ax.annotate(f"{lost} of {ran} diverged: chance", (0.5, i), xycoords=("axes fraction", "data"),
                             xytext=(0, 6), textcoords="offset points", fontsize=7.5, ha="center", color=SOFT)
-            if lost < max(1, ran):
-                shown.append(e.mean)
-                bars.append(e)
-            if two and (data, epsilon, i) in other:
-                e = other[data, epsilon, i]
-                point(ax, i, e, row.look, horizontal=True, fmt="|", ms=11, mew=2)
-                shown.append(e.mean)
-                bars.append(e)
+            there = [x for x, counts in ((e, lost < max(1, ran)), (alike, True)) if x.n and counts]
+            shown += [x.mean for x in there]
+            bars += there
             theirs = [paper_accuracy(paper, fields["method"], data, epsilon) if paper else None
                       for fields in (row.first, row.second)]
-            if None not in theirs:
-                hollow(ax, theirs[0] - theirs[1], i + 0.25, row.look)
+            if None not in theirs and (e.n or alike.n):
+                hollow(ax, theirs[0] - theirs[1], i + 0.25, row.look, at=row.text, horizontal=True)
                 shown.append(theirs[0] - theirs[1])
                 beside = True
+        for i in range(len(rows)):
+            if not found[data, epsilon, i].n and not other.get((data, epsilon, i), stats.NOTHING).n:
+                plots.row_not_run(ax, i)
         ax.set_yticks(range(len(rows)), [row.text for row in rows])
         ax.set_ylim(len(rows) - 0.4, -0.6)
         ax.grid(axis="y", visible=False)
@@ -185,11 +202,11 @@ def dots(runs: Runs, rows: Sequence[Difference], head: str, *, equal: Runs | Non
     for ax in axes:
         settle(ax, shown, 0.2, room=2.0, intervals=bars, horizontal=True)
         plots.none_band(ax, horizontal=True, margin=stats.MARGIN if band else 0.0)
-    looks = (("o", 5.5, 1, "each arm at its own best rate"), ("|", 10, 2, "at the rate of the equation"))
+    looks = (("o", 5.5, 1, "each arm at its own best rate"), ("|", 10, 2, EQUAL))
     marks = [Line2D([], [], color=SOFT, marker=m, lw=0, ms=ms, mew=w, label=text) for m, ms, w, text in looks if two]
     marks += [plots.papers_mark("the paper, its own network")] if beside else []
     plots.headline(figure, head, marks=marks)
-    plots.note(figure, notes(interval_note(runs), "differences paired by seed" + (
+    plots.note(figure, notes(interval_note(figure, runs), "differences paired by seed" + (
         ", the variance over seeds shared by the epsilons, as in the claim" if pooled and len(cells) > 1 else ""),
         f"grey: within ±{stats.MARGIN:g} point" if band else "", said))
     return figure
@@ -217,7 +234,7 @@ def curves(runs: Runs, axis: str, xlabel: str, head: str, side: Callable[[Any, R
             at = [x * 1.035 ** (k - (len(methods) - 1) / 2) for x in xs]
             ax.plot(at, [e.mean for e in means], color=colour(m), lw=2.2 if m == "dp-ngd" else 1.2, zorder=2)
             for x, e in zip(at, means, strict=True):
-                point(ax, x, e, m, ms=6 if m == "dp-ngd" else 4.5, lw=1.0, capsize=2)
+                point(ax, x, e, m, at=xs[at.index(x)], ms=6 if m == "dp-ngd" else 4.5, lw=1.0, capsize=2)
             shown += [e.mean for e in means]
             bars += means
             ends.append((at[-1], means[-1].mean, label(m), colour(m)))
@@ -228,13 +245,12 @@ def curves(runs: Runs, axis: str, xlabel: str, head: str, side: Callable[[Any, R
         ax.set_title(title(here, data, epsilon), loc="left")
         ax.set_ylabel("test accuracy, %")
         right.set_title(side(right, here, here.values(axis)), loc="left")
+        right.set_label(f"{ax.get_title(loc='left')}: {right.get_title(loc='left')}")
         for panel in (ax, right):
-            panel.set_xscale("log")
-            panel.set_xticks(here.values(axis), [f"{v:,g}" for v in here.values(axis)])
-            panel.minorticks_off()
+            log_axis(panel, here.values(axis))
             panel.set_xlabel(xlabel)
     plots.headline(figure, head)
-    plots.note(figure, notes(interval_note(runs), SHARED, said))
+    plots.note(figure, notes(interval_note(figure, runs), SHARED, said))
     return figure
 
 
@@ -269,6 +285,7 @@ def one_run(config: RunConfig, record: dict | None) -> Figure:
     means = [np.nanmean(losses[max(0, t - window):t]) for t in steps if np.isfinite(losses[max(0, t - window):t]).any()]
     ax.plot(steps, losses, color=colour(config.method), lw=0.7, alpha=0.45)
     ax.plot(steps[:len(means)], means, color=colour(config.method), lw=2.2)
+    plots.keep(ax, label(config.method), steps[:len(means)], means)
     ax.set_xlabel("step")
     ax.set_ylabel("training loss")
     plots.headline(figure, head)
@@ -292,6 +309,7 @@ def trajectories(valley: Valley) -> Figure:
             ax.plot(*other.T, color=colour(method), lw=0.6, alpha=0.35)
         path = valley.every[method].mean(0)
         ax.plot(*path.T, color=colour(method), lw=1.6, marker=".", ms=4)
+        plots.keep(ax, label(method), *path.T)
         ax.plot(*path[0], "o", mfc="white", mec=INK, zorder=5)
         ax.plot(*valley.optimum, "*", color=INK, ms=11, zorder=5)
         ax.annotate("start", path[0], xytext=(-4, -12), textcoords="offset points", fontsize=8, ha="right")
@@ -299,13 +317,14 @@ def trajectories(valley: Valley) -> Figure:
                     va="top")  # below the valley: the paths come from the right and end above
         ax.set_title(label(method), color=colour(method), loc="left")
         ax.set_xlabel("θ₁")
-    axes[0].set_ylabel("θ₂")
+        ax.set_ylabel("θ₂")
     ends = []
     for method, losses in valley.losses.items():
         for loss in losses:
             axes[2].plot(loss, color=colour(method), lw=0.5, alpha=0.35)
         mean = losses.mean(0)
         axes[2].plot(mean, color=colour(method), lw=2.2)
+        plots.keep(axes[2], label(method), range(T + 1), mean)
         ends.append((T, float(mean[-1]), label(method), colour(method)))
     floor = min(loss.min() for loss in valley.losses.values())
     axes[2].axhline(valley.lowest, color=INK, lw=1, ls=":")
@@ -318,8 +337,8 @@ def trajectories(valley: Valley) -> Figure:
     plots.headline(figure, f"{T} private steps in a narrow valley, ε = {valley.epsilon:g} (Figure 1)"
                    if valley.sigma else f"{T} steps in a narrow valley, without noise")
     plots.note(figure, f"Two-class logistic model with two weights, the same privacy and start for both. {n} draws of "
-                       "batches and noise: each thin, their mean thick. Clipping moves the point of rest away from θ*, "
-                       "with and without noise: DP-NGD passes it.")
+                       "batches and noise: each thin, their mean thick. With clipping, the iterates settle away from "
+                       "θ*, with noise and without it: a path may pass θ* and end beyond it.")
     return figure
 
 
@@ -330,6 +349,8 @@ def theorem(theory: Theory) -> Figure:
     left.loglog([x for x, _ in theory.predicted], [y for _, y in theory.predicted], color=INK, lw=1)
     left.loglog([at for _, at, _ in theory.spectrum], [v for _, _, v in theory.spectrum], "o", ms=5,
                 color=colour("dp-ngd"))
+    plots.keep(left, "Theorem 1", *zip(*theory.predicted, strict=True))
+    plots.keep(left, "measured", *zip(*((at, v) for _, at, v in theory.spectrum), strict=True))
     left.set_title("noise follows F⁻¹", loc="left")
     left.set_xlabel("eigenvalue of the clamped F")
     left.set_ylabel("variance of the update at η = 1")
@@ -337,8 +358,9 @@ def theorem(theory: Theory) -> Figure:
     for clipped, ink, marker in ((True, colour("dp-ngd"), "o"), (False, SOFT, "x")):
         rows = [r for r in theory.kl if r["clipped"] is clipped]
         if rows:
-            middle.plot([r["quadratic"] / r["bound"] for r in rows], [r["realised"] / r["bound"] for r in rows], marker,
-                        ms=4, color=ink, label="clipped" if clipped else "not clipped")
+            at, kl = ([r[k] / r["bound"] for r in rows] for k in ("quadratic", "realised"))
+            middle.plot(at, kl, marker, ms=4, color=ink, label="clipped" if clipped else "not clipped")
+            plots.keep(middle, "clipped" if clipped else "not clipped", at, kl)
     top = max(1.3, 1.15 * max(r["realised"] / r["bound"] for r in theory.kl))
     middle.plot([0, top], [0, top], color="#999999", lw=0.8)
     middle.annotate("KL = quadratic form", (0.02, 0.02), xytext=(0, 4), textcoords="offset points", fontsize=7.5,
@@ -353,7 +375,9 @@ def theorem(theory: Theory) -> Figure:
     middle.set_ylabel("KL of the network's outputs, in radii")
     middle.legend(loc="upper left")
     rows = sorted({r["share"]: r for r in theory.steps}.values(), key=lambda r: r["share"])
-    right.loglog([r["share"] for r in rows], [r["squared"] / r["bound"] for r in rows], "o-", color=colour("dp-ngd"))
+    at, length = [r["share"] for r in rows], [r["squared"] / r["bound"] for r in rows]
+    right.loglog(at, length, "o-", color=colour("dp-ngd"))
+    plots.keep(right, "measured", at, length)
     right.axhline(1, color=INK, lw=1)
     right.annotate("DP-SGD's bound", (0.05, 1), xycoords=("axes fraction", "data"), xytext=(0, -10),
                    textcoords="offset points", fontsize=8)
@@ -371,20 +395,28 @@ def theorem(theory: Theory) -> Figure:
 
 
 @plots.themed
-def schedule(lambda_safe: float, lambda_base: float, T: int, T1: float = 0.1, p: float = 10.0) -> Figure:
-    """The clamping floor over a run."""
-    figure, (ax,) = plots.new(width=5.2, height=3.0)
+def schedule(lambda_safe: float, lambda_base: float, T: int, T1: float = 0.1, p: float = 10.0, where: str = "",
+             said: str = "") -> Figure:
+    """The clamping floor over a run; `where` says of which one."""
+    figure, (ax,) = plots.new(width=6.2, height=3.2)
     floor = DynamicFloor(lambda_safe, lambda_base, T, T1, p)
-    t = np.linspace(0, T, 400)
+    t = np.linspace(0, T, 401)
     ax.plot(t, [floor(x) for x in t], color=colour("dp-ngd"), lw=2)
-    for value, name in ((lambda_safe, r"$\lambda_\mathrm{safe}$"), (lambda_base, r"$\lambda_\mathrm{base}$")):
+    plots.keep(ax, label("dp-ngd"), t, map(floor, t))
+    safe, base = r"$\lambda_\mathrm{safe}$", r"$\lambda_\mathrm{base}$"
+    levels = ((lambda_safe, safe), (lambda_base, base)) if lambda_base != lambda_safe else \
+        ((lambda_safe, f"{safe} = {base}"),)
+    for value, name in levels:
         ax.axhline(value, color="#999999", lw=0.8, ls=":")
         ax.annotate(f"{name} = {value:g}", (0.5 * T, value), xytext=(0, 3), textcoords="offset points", fontsize=8,
                     ha="center")
     ax.set_ylim(0, 1.2 * lambda_safe)
     ax.set_ylabel(r"floor $\lambda_t$")
     ax.set_xlabel("step t")
+    ax.set_title(where, loc="left")
     plots.headline(figure, f"The clamping floor: T = {T}, T1 = {T1:g} T, p = {p:g}")
+    if said:
+        plots.note(figure, said)
     return figure
 
 
@@ -407,14 +439,17 @@ def lead(runs: Runs) -> Figure:
         for line in table[table["data"] == data].itertuples():
             row = rows.index(line.epsilon)
             e = stats.Estimate(line.lead, line.sd, line.n, line.low, line.high)
-            point(ax, row + (-0.14 if line.name == "dp-ngd" else 0.12), e, line.name, horizontal=True, ms=7)
+            point(ax, row + (-0.14 if line.name == "dp-ngd" else 0.12), e, line.name, at=f"ε = {line.epsilon:g}",
+                  horizontal=True, ms=7)
             shown.append(e.mean)
             bars.append(e)
             if line.name == "dp-ngd" and rules.cell_name((data, line.epsilon)) in holds:
                 plots.tick(ax, e.high, row - 0.14)
             if line.name == "dp-ngd" and line.paper is not None and np.isfinite(line.paper):
-                hollow(ax, line.paper, row + 0.32, "dp-ngd")
+                hollow(ax, line.paper, row + 0.32, "dp-ngd", at=f"ε = {line.epsilon:g}", horizontal=True)
                 shown.append(line.paper)
+        for epsilon in set(runs.where(data=data).values("epsilon")) - {*table[table["data"] == data]["epsilon"]}:
+            plots.row_not_run(ax, rows.index(epsilon))
         ax.set_title(title(runs, data), loc="left")
         ax.grid(axis="y", visible=False)
         plots.better(ax)
@@ -428,9 +463,9 @@ def lead(runs: Runs) -> Figure:
                     label="DP-NGD in the paper")
     plots.headline(figure, head, methods, [theirs] if table["paper"].notna().any() else [])
     free = f"{label(FREE)}: nothing tuned, public images made here" if FREE in methods else ""
-    plots.note(figure, notes(f"{interval_note(runs)}, paired by seed", "best baseline: the tuned DP-SGD, DP-SGD-PT, "
-                             "GEP or AdaDPS with the highest mean in that cell, chosen afterwards, which favours the "
-                             "baseline", HELD_NOTE if holds else EACH,
+    plots.note(figure, notes(f"{interval_note(figure, runs)}, paired by seed", "best baseline: the tuned DP-SGD, "
+                             "DP-SGD-PT, GEP or AdaDPS with the highest mean in that cell, chosen afterwards, which "
+                             "favours the baseline", HELD_NOTE if holds else EACH,
                              free))
     return figure
 
@@ -461,28 +496,29 @@ def utility(runs: Runs) -> Figure:
             at = [i + 0.05 * (k - (len(methods) - 1) / 2) for i in range(len(epsilons))]
             top.plot(at, [e.mean for e in means], color=colour(m), lw=2 if m == "dp-ngd" else 1, zorder=2)
             for i, (epsilon, e) in enumerate(zip(epsilons, means, strict=True)):
-                point(top, at[i], e, m, ms=4.5, lw=0.9, capsize=1.5)
+                point(top, at[i], e, m, at=epsilon, ms=4.5, lw=0.9, capsize=1.5)
                 shown.append(e.mean)
                 bars.append(e)
                 paper, base = (paper_accuracy("utility_table", x, data, epsilon) for x in (m, "dp-sgd"))
-                if paper is not None and papers_network(here, data):
-                    hollow(top, at[i], paper, m)
+                if paper is not None and e.n and papers_network(here, data):
+                    hollow(top, at[i], paper, m, at=epsilon)
                     shown.append(paper)
                 if m == "dp-sgd":
                     continue
                 row = i * step + others.index(m)
                 gain = found.get((data, epsilon, others.index(m)), stats.NOTHING)
-                point(bottom, row, gain, m, horizontal=True, ms=5.5, lw=1.1, capsize=2)
+                point(bottom, row, gain, m, at=f"ε = {epsilon:g}", horizontal=True, ms=5.5, lw=1.1, capsize=2)
                 gains.append(gain.mean)
                 gain_bars.append(gain)
-                if paper is not None:
-                    hollow(bottom, paper - base, row + 0.3, m, ms=5.5, mew=0.9)
+                if paper is not None and gain.n:
+                    hollow(bottom, paper - base, row + 0.3, m, at=f"ε = {epsilon:g}", horizontal=True, ms=5.5, mew=0.9)
                     gains.append(paper - base)
                     beside = True
         settle(top, shown, 0.2, intervals=bars, within=plots.PERCENT)
         top.set_title(title(here, data), loc="left")
         top.set_xticks(range(len(epsilons)), [f"{e:g}" for e in epsilons])
         top.set_xlabel("ε")
+        bottom.set_label(f"{title(here, data)}: lead over DP-SGD")
         plots.none_band(bottom, horizontal=True, margin=0.0)
         plots.better(bottom, "better than DP-SGD")
         middles = [i * step + (len(others) - 1) / 2 for i in range(len(epsilons))]
@@ -491,15 +527,18 @@ def utility(runs: Runs) -> Figure:
         bottom.grid(axis="y", visible=False)
         for i in range(1, len(epsilons)):
             bottom.axhline(i * step - 1.1, color=plots.FAINT, lw=1)
+        for epsilon, middle in zip(epsilons, middles, strict=True):
+            if not any(d.at == f"ε = {epsilon:g}" for d in plots.ours(bottom)):
+                plots.row_not_run(bottom, middle)
         bottom.set_ylim(len(epsilons) * step - 1, -1.0)
         bottom.set_xlabel("points above DP-SGD")
     for bottom in axes[len(datasets):]:  # one scale: a lead may be compared between data sets
         settle(bottom, gains, 0.15, room=2, intervals=gain_bars, horizontal=True)
     axes[0].set_ylabel("test accuracy, %")
     plots.headline(figure, head, methods, [plots.papers_mark("the paper's")] if beside else [])
-    plots.note(figure, notes(interval_note(runs), SHARED, "below: paired by seed, the variance over seeds shared by "
-                             "the epsilons, as in the claim", "hollow: the paper's difference, on its own larger "
-                             "network" if beside else ""))
+    plots.note(figure, notes(interval_note(figure, runs), SHARED, "below: paired by seed, the variance over seeds "
+                             "shared by the epsilons, as in the claim", "hollow: the paper's difference, on its own "
+                             "larger network" if beside else ""))
     return figure
 
 
@@ -525,13 +564,13 @@ def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str
         for k, kind in enumerate(kinds):
             here = cell.where(**dict(zip(fields, kind, strict=True)))
             for r, m in enumerate(methods):
-                e = here.mean(method=m)
-                point(left, k * step + r, e, m, horizontal=True)
+                e, at = here.mean(method=m), names(kind)
+                point(left, k * step + r, e, m, at=at, horizontal=True)
                 shown.append(e.mean)
                 bars.append(e)
                 if m in others:
                     gain = found[k].get((data, epsilon, others.index(m)), stats.NOTHING)
-                    point(right, k * step + r, gain, m, horizontal=True)
+                    point(right, k * step + r, gain, m, at=at, horizontal=True)
                     gains.append(gain.mean)
                     gain_bars.append(gain)
         plots.none_band(right, horizontal=True, margin=0.0)
@@ -545,15 +584,20 @@ def by_setting(runs: Runs, fields: tuple[str, ...], names: Callable[[tuple], str
         middles = [k * step + (len(methods) - 1) / 2 for k in range(len(kinds))]
         left.set_yticks(middles, [names(kind) for kind in kinds])
         right.set_yticks(middles, [""] * len(kinds))
+        for ax in (left, right):
+            for kind, middle in zip(kinds, middles, strict=True):
+                if not any(d.at == names(kind) for d in plots.ours(ax)):
+                    plots.row_not_run(ax, middle)
         short = f"{sets.label(data)}, ε = {epsilon:g}"
         left.set_title(short if "model" in fields else title(cell, data, epsilon), loc="left")
+        right.set_label(f"{left.get_title(loc='left')}: lead over DP-SGD")
         left.set_xlabel("test accuracy, %")
         right.set_xlabel("points above DP-SGD")
     for left, right in zip(axes[::2], axes[1::2], strict=True):  # one scale for all cells
         settle(left, shown, 0.15, room=2, intervals=bars, horizontal=True, within=plots.PERCENT)
         settle(right, gains, 0.15, room=2, intervals=gain_bars, horizontal=True)
     plots.headline(figure, head, methods)
-    plots.note(figure, notes(interval_note(runs), SHARED, "right: differences paired by seed", said))
+    plots.note(figure, notes(interval_note(figure, runs), SHARED, "right: differences paired by seed", said))
     return figure
 
 
@@ -598,7 +642,7 @@ def convergence(runs: Runs) -> Figure:
             bars += [e for _, e in found if e.n]
             ax.plot(at, [e.mean for _, e in found if e.n], color=colour(m), lw=1.2)
             for x, (T, e) in zip(at, [f for f in found if f[1].n], strict=True):
-                point(ax, x, e, m, ms=5)
+                point(ax, x, e, m, at=T, ms=5)
                 shown.append(e.mean)
                 if m == "dp-ngd" and f"{rules.cell_name(here.cells()[0])} T={T}" in holds:
                     plots.tick(ax, x, e.mean)
@@ -627,15 +671,17 @@ def sizes(runs: Runs) -> Figure:
     def side(ax, here: Runs, sizes: list) -> str:
         shown, bars, methods = [0.0], [], here.methods()
         for k, m in enumerate(methods):
-            mine = here.where(method=m)
-            found = [(n, mine.lead({"public_size": n}, {"public_size": images}) if n != images else
-                      stats.Estimate(0.0, 0.0, 1, -math.inf, math.inf)) for n in sizes]
-            found = [(n * 1.04 ** (k - (len(methods) - 1) / 2), e) for n, e in found if e.n]
-            ax.plot([n for n, _ in found], [e.mean for _, e in found], color=colour(m), lw=1.0)
+            mine, beside = here.where(method=m), 1.04 ** (k - (len(methods) - 1) / 2)
+            found = [(n, e) for n in sizes
+                     if n != images and (e := mine.lead({"public_size": n}, {"public_size": images})).n]
             for n, e in found:
-                point(ax, n, e, m, ms=4.5, lw=1.0, capsize=2)
+                point(ax, n * beside, e, m, at=n, ms=4.5, lw=1.0, capsize=2)
                 shown.append(e.mean)
                 bars.append(e)
+            if found:  # the number of images that the others are compared with is zero
+                line = sorted([(images, 0.0), *((n, e.mean) for n, e in found)])
+                ax.plot([n * beside for n, _ in line], [y for _, y in line], color=colour(m), lw=1.0)
+                ax.plot([images * beside], [0.0], METHODS[m].marker, color=colour(m), ms=4.5)
         settle(ax, shown, 0.2, room=2, intervals=bars)
         plots.none_band(ax)
         ax.set_ylabel("points")
@@ -672,24 +718,22 @@ def pretraining(runs: Runs) -> Figure:
         for k, (size, line) in enumerate(zip(counts, ("--", "-", ":", "-."), strict=False)):
             mine = here.where(public_size=size)
             found = [(t, mine.mean(pt_steps=t)) for t in mine.values("pt_steps")]
-            found = [(t * 1.1 ** (k - (len(counts) - 1) / 2), e) for t, e in found if e.n]
-            ax.plot([t for t, _ in found], [e.mean for _, e in found], line, color=colour("dp-sgd-pt"), lw=1.6)
+            found, beside = [(t, e) for t, e in found if e.n], 1.1 ** (k - (len(counts) - 1) / 2)
+            ax.plot([t * beside for t, _ in found], [e.mean for _, e in found], line, color=colour("dp-sgd-pt"), lw=1.6)
             for t, e in found:
-                point(ax, t, e, "dp-sgd-pt")
+                point(ax, t * beside, e, "dp-sgd-pt", at=t, series=f"{size:,} images")
                 shown.append(e.mean)
                 bars.append(e)
             if found:
-                ends.append((found[-1][0], found[-1][1].mean, f"{size:,} images", INK))
-        ax.set_xscale("log")
-        ax.set_xticks(here.values("pt_steps"), [f"{v:,g}" for v in here.values("pt_steps")])
-        ax.minorticks_off()
+                ends.append((found[-1][0] * beside, found[-1][1].mean, f"{size:,} images", INK))
+        log_axis(ax, here.values("pt_steps"))
         settle(ax, shown, 0.2, room=2, intervals=bars, within=plots.PERCENT)
         end_labels(ax, ends)
         ax.set_title(title(here, data, epsilon), loc="left")
         ax.set_xlabel("pre-training steps on the public images")
     axes[0].set_ylabel("test accuracy of DP-SGD-PT, %")
     plots.headline(figure, head)
-    plots.note(figure, notes(interval_note(runs), f"by default there are {_public_size():,} public images"))
+    plots.note(figure, notes(interval_note(figure, runs), f"by default there are {_public_size():,} public images"))
     return figure
 
 
@@ -702,12 +746,14 @@ TITLES = {"ablation_decoupling": "Curvature from public images against curvature
 
 
 NGD, PT, KL = "dp-ngd", "dp-sgd-pt", "dp-ngd-kl"
-PAIRS = {  # what the claims of these artifacts compare, in the order of the paper
+PAIRS = {  # what the claims compare, in their direction: the paper's order, then that of our questions
     "ablation_decoupling": ((NGD, PT), (PT, "dp-ngd-private-20"), (PT, "dp-ngd-private-50"),
                             (NGD, "dp-ngd-private-20"), (NGD, "dp-ngd-private-50")),
     "ablation_clipping": ((NGD, "dp-ngd-post"), ("dp-ngd-post", "dp-ngd-pre"), (NGD, "dp-ngd-pre")),
+    "ablation_ours": (("dp-ngd-auto", NGD), (NGD, "dp-ngd-one-sided"), ("dp-ngd-factor-clamp", NGD),
+                      ("dp-ngd-labels-exact", NGD), ("dp-ngd-labels-random", NGD)),
     "kl_maps": ((KL, "dp-sgd-kl"), ("dp-sgd", "dp-sgd-kl"), (KL, "adadps-kl"), (KL, "dp-ngd-kl-one-sided"),
-                (KL, "dp-ngd-kl-post"), (NGD, "dp-ngd-auto"), (NGD, KL), (NGD, "dp-ngd-free"), (NGD, "dp-sgd")),
+                (KL, "dp-ngd-kl-post"), ("dp-ngd-auto", NGD), (KL, NGD), ("dp-ngd-free", NGD), (NGD, "dp-sgd")),
 }
 IN_WORDS = {  # what a label does not say, in a few words
     "dp-ngd-private-20": "20% of the budget buys the curvature",
@@ -725,66 +771,77 @@ def arms(runs: Runs, artifact: str, equal: Runs | None = None) -> Figure:
     """An ablation: the differences that its claims are about, the paper's hollow; `equal` are the arms at the
     equation's rate."""
     there = runs.methods()
-    found = [p for p in PAIRS.get(artifact, [(NGD, m) for m in there if m != NGD]) if p[0] in there and p[1] in there]
+    found = [p for p in PAIRS[artifact] if p[0] in there and p[1] in there]
     untuned = not all(METHODS[m].rate for m in there)  # then the others are told apart as tuned
 
     def name(m: str) -> str:
         return f"tuned {label(m)}" if untuned and m in (NGD, "dp-sgd") else label(m)
 
-    rows = [Difference(f"{name(a)} minus {name(b)}" + (f"\n({IN_WORDS[b]})" if b in IN_WORDS else ""),
-                       {"method": a}, {"method": b}, b) for a, b in found]
+    looks = [a if b == NGD else b for a, b in found]
+    rows = [Difference(f"{name(a)} minus {name(b)}" + (f"\n({IN_WORDS[m]})" if m in IN_WORDS else ""),
+                       {"method": a}, {"method": b}, m) for (a, b), m in zip(found, looks, strict=True)]
+    last = [b == NGD for _, b in found]
+    said = "mark and colour: the second method of the row" + ("; the first, where the second is DP-NGD" if any(last)
+                                                              else "")
     return dots(runs, rows, TITLES[artifact], equal=equal, paper=artifact, better="the first is better",
-                band=artifact in ("ablation_ours", "kl_maps"), said="mark and colour: the second method of the row")
+                band=artifact in ("ablation_ours", "kl_maps"), said=said)
 
 
 @plots.themed
 def bound(runs: Runs) -> Figure:
     """What breaking the safety equation does: accuracy and instability by the factor by which the rate is too large."""
     head = "A rate too large for its floor: what breaking the safety equation does"
-    if not len(runs):
-        return plots.nothing(head)
     cells = runs.cells()
+    each = {cell: runs.where(data=cell[0], epsilon=cell[1]) for cell in cells}
+    broken = {cell for cell, here in each.items() for f, pair in broken_bounds(here).items()
+              if f > 1 and len(here.where(**pair[0]))}
+    if not broken:  # at factor 1 the equation holds: there is nothing to compare
+        return plots.nothing(head)
     figure, axes = plots.new(2, len(cells), width=WIDTH, height=1.0 + 2.9 * len(cells), width_ratios=(1.6, 1))
     for i, (data, epsilon) in enumerate(cells):
         ax, right = axes[2 * i:2 * i + 2]
-        here = runs.where(data=data, epsilon=epsilon)
+        here = each[data, epsilon]
         rows, shown, bars, ends = broken_bounds(here), [], [], []
+        ax.set_title(title(here, data, epsilon), loc="left")
+        if (data, epsilon) not in broken:
+            plots.not_run(ax)
+            right.set_axis_off()
+            continue
         for which, name, ink, marker, line in ((1, "equation kept:\nfloor grows too", colour("dp-ngd"), "P", "-"),
                                                (0, "equation broken:\nfloor left alone", SOFT, "X", "--")):
             means = [(f, here.mean(**pair[which])) for f, pair in rows.items()]
-            means = [(f * (1.02 if which else 0.98), e) for f, e in means if e.n]
-            ax.plot([f for f, _ in means], [e.mean for _, e in means], line, color=ink, lw=1.6)
+            means, beside = [(f, e) for f, e in means if e.n], 1.02 if which else 0.98
+            ax.plot([f * beside for f, _ in means], [e.mean for _, e in means], line, color=ink, lw=1.6)
             for f, e in means:
-                point(ax, f, e, "dp-ngd", color=ink, fmt=marker)
+                point(ax, f * beside, e, "dp-ngd", at=f, series=name.replace("\n", " "), color=ink, fmt=marker)
                 shown.append(e.mean)
                 bars.append(e)
             if means:
-                ends.append((means[-1][0], means[-1][1].mean, name, ink))
+                ends.append((means[-1][0] * beside, means[-1][1].mean, name, ink))
             counted = [(f, [unstable(r) for r in here.where(**pair[which]).records]) for f, pair in rows.items()]
             for f, hit in counted:
                 e = stats.share(sum(hit), len(hit))
-                point(right, f * (1.03 if which else 0.97), e, "dp-ngd", scale=100, color=ink, fmt=marker)
+                point(right, f * (1.03 if which else 0.97), e, "dp-ngd", at=f, series=name.replace("\n", " "),
+                      scale=100, color=ink, fmt=marker)
         settle(ax, shown, 0.15, room=2, intervals=bars, within=plots.PERCENT)
         end_labels(ax, ends)
-        ax.set_title(title(here, data, epsilon), loc="left")
         ax.set_ylabel("test accuracy of DP-NGD, %")
         right.set_title("unstable or diverged runs", loc="left")
+        right.set_label(f"{ax.get_title(loc='left')}: unstable or diverged runs")
         right.set_ylabel("% of the runs")
         right.set_ylim(-4, 104)
         for panel in (ax, right):
-            panel.set_xscale("log")
-            panel.set_xticks(list(rows), [f"{f:g}" for f in rows])
-            panel.minorticks_off()
+            log_axis(panel, list(rows))
             panel.set_xlabel("rate / the equation's rate")
     plots.headline(figure, head)
-    plots.note(figure, notes(interval_note(runs), "factor 1: the rate that the equation gives", "a "
+    plots.note(figure, notes(interval_note(figure, runs), "factor 1: the rate that the equation gives", "a "
                              "diverged run counts as chance", "right: share with its Clopper-Pearson interval; "
                              "unstable: diverged, or late in the run a loss above 1.5 times the first"))
     return figure
 
 
 def releases(runs: Runs) -> Figure:
-    """Private curvature by how often it is released, in points above DP-SGD-PT."""
+    """DP-SGD-PT less private curvature, by how often that is released."""
     rows = {}
     usual = next(row["value"] for row in published()["setup"]["values"] if row["name"] == "T_cur")
     for c in sorted(runs.configs, key=lambda c: (list(METHODS).index(c.method), c.T_cur or 0)):
@@ -792,9 +849,9 @@ def releases(runs: Runs) -> Figure:
             count = math.ceil(c.T / c.T_cur)
             text = f"{label(c.method)}, {count} release{'s' if count > 1 else ''}"
             rows[c.method, c.T_cur] = Difference(text + ("\n(as in Table 3)" if c.T_cur == usual else ""),
-                                          {"method": c.method, "T_cur": c.T_cur}, {"method": PT}, c.method)
+                                          {"method": PT}, {"method": c.method, "T_cur": c.T_cur}, c.method)
     return dots(runs, list(rows.values()), "Curvature paid from the budget, by how often it is released", pooled=False,
-                xlabel="points above DP-SGD-PT", better="better than DP-SGD-PT",
+                xlabel="DP-SGD-PT minus the row, points", better="DP-SGD-PT better",
                 said="; ".join(f"{label(m)}: {IN_WORDS[m]}" for m in runs.methods() if m in IN_WORDS))
 
 
@@ -822,6 +879,7 @@ def floors(runs: Runs) -> Figure:
         mean = np.nanmean(losses, 0)
         if np.nanmax(losses) < 10 * np.nanmax(losses[:, 0]):
             left.plot(steps, mean, line, color=ink, lw=2)
+            plots.keep(left, name, steps, mean)
             top.append(np.nanmax(losses))
         else:
             nan = sum(r["status"] == "diverged" for r in records)
@@ -833,6 +891,7 @@ def floors(runs: Runs) -> Figure:
                                    for r in records])
             if len(steps) and not np.isnan(values).all():
                 ax.plot(steps, scale * np.nanmean(values, 0), color=ink, lw=2, marker=".")
+                plots.keep(ax, name, steps, scale * np.nanmean(values, 0))
     if top:
         left.set_ylim(0, 1.2 * max(top))
     if lost:
@@ -852,10 +911,10 @@ def floors(runs: Runs) -> Figure:
                        ha="right", fontsize=7.5, color=SOFT)
         right.set_ylim(right.get_ylim())
     plots.headline(figure, head, marks=marks)
-    plots.note(figure, notes(f"Thick: mean of {seeds_note(runs)}; thin: each of them", "the losses are private, shown "
-                             "because the data set is a public benchmark", "difference: paired by seed, mean of the "
-                             "last twentieth of the steps, with its 95% interval over seeds; above 0 the dynamic floor "
-                             "is better"))
+    plots.note(figure, notes(f"Thick: mean of {seeds_note(seeds_of(runs), runs)}; thin: each of them", "the losses are "
+                             "private, shown because the data set is a public benchmark", "difference: paired by seed, "
+                             "mean of the last twentieth of the steps, with its 95% interval over seeds; above 0 the "
+                             "dynamic floor is better" if plots.ours(gap) else ""))
     return figure
 
 
@@ -880,6 +939,7 @@ def _loss_gap(ax, runs: Runs) -> None:
     smooth = np.stack([np.nanmean(table[:, max(0, t - window):t], 1) for t in range(1, len(steps) + 1)], 1)
     means = [stats.mean(list(column), "difference") for column in smooth.T]
     ax.plot(steps, [e.mean for e in means], color=INK, lw=1.6)
+    plots.keep(ax, "fixed minus dynamic", steps, [e.mean for e in means], ends=[(e.low, e.high) for e in means])
     if len(both) > 1:
         ax.fill_between(steps, [e.low for e in means], [e.high for e in means], color=SOFT, alpha=0.25, lw=0)
     ax.axhline(0, color=INK, lw=0.8)
@@ -923,19 +983,22 @@ def overhead(runs: Runs) -> Figure:
         totals = {m: _phase_means(here.where(method=m).records) for m in methods}
         base = sum(totals.get("dp-sgd-pt", {}).values())
         for row, m in enumerate(methods):
-            start = 0.0
-            for phase, ink in zip(used, plots.shades(colour(m), len(used)), strict=True):
-                value = 1e3 * totals[m].get(phase, 0.0)
+            start, phases = 0.0, {phase: 1e3 * totals[m].get(phase, 0.0) for phase in used}
+            if not any(phases.values()):
+                continue
+            plots.keep(ax, label(m), phases, phases.values(), horizontal=True)
+            for (phase, value), ink in zip(phases.items(), plots.shades(colour(m), len(used)), strict=True):
                 ax.barh(row, value, left=start, color=ink, height=0.66, edgecolor="white", lw=0.5, hatch=HATCHES[phase])
                 start += value
-            times = f" ({1e-3 * start / base:.2f}×)" if base and start else ""
-            ax.annotate(f"{start:.0f} ms{times}" if start else "not timed beside the others", (start, row),
-                        xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+            times = f" ({1e-3 * start / base:.2f}×)" if base else ""
+            ax.annotate(f"{start:.0f} ms{times}", (start, row), xytext=(4, 0), textcoords="offset points", va="center",
+                        fontsize=8)
         rows = [r for r in published()["overhead"]["rows"] if r[0] == data]
         theirs = {r[2]: r[3] for r in rows}
         for row, m in enumerate(methods):
             if m in theirs:
                 right.barh(row, theirs[m], height=0.66, facecolor="white", edgecolor=colour(m), lw=1.6)
+                plots.keep(right, label(m), ["step"], [theirs[m]], paper=True, horizontal=True)
                 right.annotate(f"{theirs[m]:g} s ({theirs[m] / theirs['dp-sgd-pt']:.2f}×)", (theirs[m], row),
                                xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
             elif rows:
@@ -949,6 +1012,9 @@ def overhead(runs: Runs) -> Figure:
         right.set_yticks([])
         ax.set_title(f"ours, one CPU core: {title(here, data)}", loc="left")
         ax.set_xlabel("milliseconds per step")
+        right.set_label(f"the paper: {sets.label(data)}")
+        if not plots.ours(ax):
+            plots.not_run(ax, horizontal=True)
         right.set_xlabel("seconds per step")
         if rows:
             right.set_title(f"the paper, RTX 3090: {published()['utility_table']['models'][data]}", loc="left")
@@ -957,9 +1023,9 @@ def overhead(runs: Runs) -> Figure:
     greys = plots.shades("#333333", len(used))
     plots.headline(figure, head, marks=[Patch(facecolor=ink, edgecolor="white", hatch=HATCHES[p], label=PHASES[p])
                                         for p, ink in zip(used, greys, strict=True)])
-    plots.note(figure, notes(f"Means of {seeds_note(runs)} that every method was run with on one machine", "in "
-                             "brackets: times DP-SGD-PT's step; hatch and shade: phase; colour: method", "the "
-                             "paper's seconds are a GPU's: only the ratios may be compared"))
+    plots.note(figure, notes(f"Means of {seeds_note(seeds_of(timed), runs)} that every method was run with on one "
+                             "machine", "in brackets: times DP-SGD-PT's step; hatch and shade: phase; colour: method",
+                             "the paper's seconds are a GPU's: only the ratios may be compared"))
     return figure
 
 
@@ -987,16 +1053,17 @@ def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
         default, paper = runs.default(axis), published()["robustness"]["axes"][axis]
         values = sorted({*here.values(axis), *paper["values"]})
         for i, v in enumerate(values):
-            if v == default:
-                ax.plot([i - 0.12], [0], METHODS["dp-ngd"].marker, color=colour("dp-ngd"), ms=5.5)
-            else:
-                e = here.lead({axis: v}, {axis: default}) if v in here.values(axis) else stats.NOTHING
-                point(ax, i - 0.12, e, "dp-ngd")
+            if v != default and v in here.values(axis):
+                e = here.lead({axis: v}, {axis: default})
+                point(ax, i - 0.12, e, "dp-ngd", at=v)
                 shown.append(e.mean)
                 bars.append(e)
+        for i, v in enumerate(values) if plots.ours(ax) else ():
+            if v == default:
+                ax.plot([i - 0.12], [0], METHODS["dp-ngd"].marker, color=colour("dp-ngd"), ms=5.5)
             if v in paper["values"]:
                 change = paper["mean"][paper["values"].index(v)] - paper["mean"][paper["values"].index(default)]
-                hollow(ax, i + 0.12, change, "dp-ngd")
+                hollow(ax, i + 0.12, change, "dp-ngd", at=v)
                 shown.append(change)
         ax.grid(axis="x", visible=False)
         ax.set_xticks(range(len(values)), [f"{v:g}" + ("\ndefault" if v == default else "") for v in values])
@@ -1010,7 +1077,7 @@ def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
     theirs = Line2D([], [], color=colour("dp-ngd"), marker=METHODS["dp-ngd"].marker, mfc="white", lw=0, ms=6.5,
                     label="the paper, on ResNet-20")
     plots.headline(figure, head, marks=[ours, theirs])
-    plots.note(figure, notes(interval_note(runs), "differences paired by seed; the default is their zero",
+    plots.note(figure, notes(interval_note(figure, runs), "differences paired by seed; the default is their zero",
                              f"grey: within ±{stats.MARGIN:g} point"))
     return figure
 
@@ -1026,7 +1093,6 @@ def trials(runs: Runs) -> Figure:
     columns = min(len(cells), 2 if len(cells) in (2, 4) else 3)
     rows = math.ceil(len(cells) / columns)
     figure, axes = plots.new(columns, rows, width=WIDTH if columns > 1 else 6.2, height=1.2 + 2.6 * rows)
-    seen: set[str] = set()
     for ax, (data, epsilon) in zip(axes, cells, strict=False):
         here, shown = runs.where(data=data, epsilon=epsilon), []
         tried = [here.where(method=m).values("T") for m in here.baselines()]
@@ -1039,7 +1105,7 @@ def trials(runs: Runs) -> Figure:
             best = [expected_best(found, k) for k in range(1, len(found) + 1)]
             ax.plot(range(1, len(best) + 1), best, color=colour(m), lw=2 if m == "dp-ngd" else 1.2,
                     marker=METHODS[m].marker, ms=4)
-            seen.add(m)
+            plots.keep(ax, label(m), range(1, len(best) + 1), best)
             shown += best
         settle(ax, shown, 0.1, room=2)
         ax.set_title(title(here, data, epsilon), loc="left")
@@ -1051,7 +1117,7 @@ def trials(runs: Runs) -> Figure:
             ax.set_xlabel("trials k")
     for row in range(rows):
         axes[row * columns].set_ylabel("validation accuracy, %")
-    plots.headline(figure, head, [m for m in runs.methods() if m in seen])
+    plots.headline(figure, head, runs.methods())
     lost = f" {missing(runs).capitalize()}." if runs.missing else ""
     plots.note(figure, "Mean of the best of k trials drawn from a method's own, in closed form; one seed per trial, a "
                        f"validation part of the private set, the first round of the search.{lost}")
@@ -1061,12 +1127,26 @@ def trials(runs: Runs) -> Figure:
 # ---- The audit -------------------------------------------------------------------------------------------------------
 
 def canary(stored: dict) -> Figure:
-    """Scores of a release with a canary and without it, per method, beside what sigma allows (results/audit.json)."""
+    """Scores of a release with a canary and without it, per method, beside what sigma allows and what fails the audit
+    (results/audit.json)."""
     with matplotlib.rc_context(plots.style()):
-        figure = draw_canary(stored["canary"], {name: m.label for name, m in METHODS.items()})
+        figure = draw_canary(stored["canary"], stored["level"], {name: m.label for name, m in METHODS.items()})
+        top, rows = figure.axes
+        for bars in top.containers:
+            plots.keep(top, bars.get_label(), [b.get_x() + b.get_width() / 2 for b in bars],
+                       [b.get_height() for b in bars])
+        beyond = 0
+        for name, c in stored["canary"].items():
+            (at, half), said = distance(c), label(name) if name in METHODS else name
+            ends = ((at - half) / c["claim"], (at + half) / c["claim"])
+            plots.keep(rows, "measured", [said], [at / c["claim"]], ends=[ends], horizontal=True)
+            plots.keep(rows, "the audit fails beyond", [said], [limit(c, stored["level"]) / c["claim"]],
+                       horizontal=True)
+            beyond += ends[0] > 1
         plots.note(figure, "Each method makes as many releases of one batch with the canary in it as without, and a "
-                           "score tells them apart as well as can be. An estimate may lie on either side of what σ "
-                           "allows: the audit fails where even a lower bound at level "
-                           f"{stored['level']:.0e} is above it.")
+                           f"score tells them apart as well as can be. Of {len(stored['canary'])} intervals of 95% "
+                           f"{beyond} {'lies' if beyond == 1 else 'lie'} wholly beyond 1; by chance a few do. The "
+                           "audit fails a row only beyond its tick: a dot there would have its lower limit at level "
+                           f"{stored['level']:.0e} above what σ allows.")
         plots.stamp(figure, f"dpngd {stored['version']} audit, commit {stored['commit']}")
         return figure

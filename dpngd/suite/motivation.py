@@ -173,8 +173,8 @@ def valley_sliders() -> None:
              seed=_slider(0, 9, 0, 1, "seed of batches and noise"))
 
 
-def schedule_sliders(lambda_safe: float, lambda_base: float, T: int, T1: float, p: float) -> None:
-    """The clamping schedule of equation (dynamic_schedule)."""
+def schedule_sliders(lambda_safe: float, lambda_base: float, T: int, T1: float, p: float, **_: str) -> None:
+    """The clamping schedule of equation (dynamic_schedule); what `tables.schedule_of` says of its cell is left out."""
     def draw(base_share: float, T1: float, p: float) -> None:
         _show(figures.schedule(lambda_safe, lambda_safe * base_share, T, T1, p))
 

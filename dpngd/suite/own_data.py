@@ -111,10 +111,13 @@ def draw_spectra(found: Mapping[str, Spectrum]) -> Figure:
     n = max(len(s.values) for s in found.values())
     for source, s in found.items():
         shown = s.values[s.values > 1e-6 * s.values[0]]
+        ranks = np.unique(np.geomspace(1, len(shown), 200).round().astype(int))  # the axis is logarithmic
+        share, shown = 100 * ranks / len(s.values), shown[ranks - 1]
         ink, line = LINES[source]
-        ax.plot(100 * np.arange(1, len(shown) + 1) / len(s.values), shown, line, color=ink, lw=1.6,
-                label=f"{SOURCES[source]}: $\\lambda_{{safe}}$ = {s.floor:.2g}")
+        ax.plot(share, shown, line, color=ink, lw=1.6, label=f"{SOURCES[source]}: $\\lambda_{{safe}}$ = {s.floor:.2g}")
         ax.plot([100 * RANK_SHARE], [s.floor], "o", color=ink, ms=5)
+        plots.keep(ax, SOURCES[source], share, shown)
+        plots.keep(ax, f"{SOURCES[source]}, floor by rank", [100 * RANK_SHARE], [s.floor])
     ax.axvline(100 * RANK_SHARE, color=plots.INK, lw=0.8, ls=":")
     ax.annotate(f"{100 * RANK_SHARE:g} % of {n:,} directions", (100 * RANK_SHARE, 1), xytext=(4, -4),
                 xycoords=("data", "axes fraction"), textcoords="offset points", va="top", fontsize=8)
@@ -202,6 +205,7 @@ def draw_rates(runs: Runs) -> Figure:
     if free.n:
         ax.axhline(free.mean, color=colour("dp-ngd-free"), lw=1.8, ls="--",
                    label=f"{label('dp-ngd-free')}: a KL budget, no rate")
+        plots.keep(ax, label("dp-ngd-free"), ["any rate"], [free.mean], ends=[(free.low, free.high)])
         if math.isfinite(free.high - free.low):
             ax.axhspan(free.low, free.high, color=colour("dp-ngd-free"), alpha=0.15, lw=0)
     ax.set(xscale="log", xlabel="learning rate of DP-SGD (DP-NGD's follows by the equation)", ylabel="test accuracy, %")
@@ -212,8 +216,8 @@ def draw_rates(runs: Runs) -> Figure:
     plots.headline(figure, f"Accuracy against the learning rate: digits, ε = {runs.cells()[0][1]:g}, {T} steps")
     ax.legend(fontsize=8, loc="lower left")
     plots.note(figure, f"Mean and 95% interval over {len(runs.values('seed'))} seeds, cut at 0 and 100 % (few seeds "
-                       "give wide ones); a diverged run counts as chance; an arrow has the end of an interval that "
-                       "leaves the axis. Band: the interval of the line without a rate.")
+                       "give wide ones); a diverged run counts as chance. Band: the interval of the line without a "
+                       "rate.")
     return figure
 
 

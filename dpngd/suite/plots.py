@@ -2,26 +2,30 @@
 
 | what | how |
 | --- | --- |
-| colour and marker | a method, in every figure: METHODS has them (Okabe and Ito's; arms of DP-NGD are blue) |
+| colour and marker | a method, in every figure: METHODS has them (Okabe and Ito's and indigo; arms of DP-NGD: blue) |
 | filled | ours, a mean with its 95% interval |
-| hollow | the paper's, only where both have one scale |
+| hollow | the paper's, only beside ours and where both have one scale |
 | grey band | differences that count as none (±1 point) |
 | ✓ | the claim holds in this cell after Holm's correction; the bars are 95% each |
 | arrow with a number | a mean or an interval that ends beyond the axis: the number says where |
+| "not run yet" | a row or a panel without a number of ours; a figure without any is `nothing` |
 
-An axis is set by the means and by what their intervals add up to one span more, so one wide interval cannot flatten all
-the others. People with any of the common colour deficiencies can tell the colours apart, and markers differ too.
+An axis is set by the means and by what their intervals add, up to one span more; those of few seeds beside others of
+many add nothing (`limits`). So one wide interval cannot flatten all the others. People with any of the common colour
+deficiencies can tell the colours apart, and markers differ too. What a figure draws, it also keeps as numbers
+(`Number`): `save` writes them as CSV, and legend, notes and n are made from them.
 """
 
 from __future__ import annotations
 
+import csv
 import functools
 import io
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -32,8 +36,6 @@ from matplotlib.lines import Line2D
 from dpngd.methods import METHODS
 from dpngd.suite import stats
 
-OKABE_ITO = {"black": "#000000", "orange": "#E69F00", "sky": "#56B4E9", "green": "#009E73", "yellow": "#F0E442",
-             "blue": "#0072B2", "vermilion": "#D55E00", "purple": "#CC79A7"}
 INK, SOFT, FAINT = "#222222", "#666666", "#E4E4E4"
 PERCENT = (0.0, 100.0)  # an interval may leave it, an axis of accuracies may not
 WIDTH = 9.0  # inches: the report's column at 120 dots per inch
@@ -74,11 +76,13 @@ def label(method: str) -> str:
 
 
 def themed(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """A function that draws a figure, under the theme: sizes of titles and legends are read when these are made."""
+    """A function that draws a figure, under the theme: sizes of titles and legends are read when these are made. One
+    that came out without any number of ours is `nothing`."""
     @functools.wraps(draw)
     def inside(*args: Any, **kwargs: Any) -> Figure:
         with matplotlib.rc_context(style()):
-            return draw(*args, **kwargs)
+            figure = draw(*args, **kwargs)
+            return figure if is_empty(figure) or any(map(ours, figure.axes)) else nothing(figure.dpngd_head)
     return inside
 
 
@@ -93,7 +97,11 @@ def new(columns: int = 1, rows: int = 1, *, width: float = 7.2, height: float = 
 # ---- What is told around the panels ----------------------------------------------------------------------------------
 
 def headline(figure: Figure, text: str, methods: Sequence[str] = (), marks: Sequence[Any] = ()) -> None:
-    """What the figure shows, above all panels; below it a line with the methods and other marks."""
+    """What the figure shows, above all panels; below it a line with the methods (those that are drawn) and other
+    marks."""
+    figure.dpngd_head = text
+    there = {d.series for ax in figure.axes for d in ours(ax)}
+    methods = [m for m in methods if label(m) in there]
     handles = [Line2D([], [], color=colour(m), marker=METHODS[m].marker, lw=0, ms=6.5, label=label(m)) for m in methods]
     handles += marks
     bold = {"size": 10.5, "weight": "bold"}
@@ -107,8 +115,10 @@ def headline(figure: Figure, text: str, methods: Sequence[str] = (), marks: Sequ
 
 def note(figure: Figure, text: str) -> None:
     """What the marks mean, below all panels; the stamp comes below it."""
+    if any(getattr(ax, "dpngd_arrows", False) for ax in figure.axes):
+        text += " Arrow: what lies beyond the axis, and where it ends."
     width, height = figure.get_size_inches()
-    lines = textwrap.wrap(text, int(width * 17.5))
+    lines = textwrap.wrap(text, int(width * 17.5), break_on_hyphens=False)  # DP-NGD is one word
     foot = 0.19 + 0.14 * len(lines)
     figure.text(0.008, 0.16 / height, "\n".join(lines), ha="left", va="bottom", fontsize=7.5, color=SOFT,
                 linespacing=1.25)
@@ -131,6 +141,8 @@ def papers_mark(text: str = "hollow: the paper") -> Line2D:
 
 def better(ax: Axes, text: str = "DP-NGD better", up: bool = False) -> None:
     """Which side of a difference is whose, written at the axis."""
+    if not ours(ax):
+        return
     if up:
         ax.annotate(f"{text} ↑", (0.02, 0.98), xycoords="axes fraction", ha="left", va="top", fontsize=7.5,
                     color=SOFT, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1}, zorder=6)
@@ -146,7 +158,9 @@ def tick(ax: Axes, x: float, y: float) -> None:
 
 
 def none_band(ax: Axes, horizontal: bool = False, margin: float = stats.MARGIN) -> None:
-    """Zero, and the differences that count as none."""
+    """Zero, and the differences that count as none, behind those that are drawn."""
+    if not ours(ax):
+        return
     line, span = (ax.axvline, ax.axvspan) if horizontal else (ax.axhline, ax.axhspan)
     span(-margin, margin, color=FAINT, alpha=0.55, lw=0, zorder=0)
     line(0, color=INK, lw=0.8, zorder=1)
@@ -159,8 +173,47 @@ def bar(e: stats.Estimate) -> np.ndarray | None:
     return None if not np.isfinite(e.high - e.low) else np.array([[e.mean - e.low], [e.high - e.mean]])
 
 
-def point(ax: Axes, x: float, e: stats.Estimate, method: str, *, scale: float = 1.0, horizontal: bool = False,
-          **look: Any) -> None:
+class Number(NamedTuple):
+    """A number that a panel shows. `at` says in words or as a value of the other axis what stands at its `place`."""
+
+    place: float
+    mean: float
+    low: float  # the number itself where it has no interval
+    high: float
+    ink: str  # "" for what `arrows` leaves alone
+    series: str
+    at: Any
+    n: int  # seeds (of shares, runs) behind an estimate, else 0
+    paper: bool
+    horizontal: bool
+
+
+def drawn(ax: Axes) -> list[Number]:
+    """What was drawn here."""
+    if not hasattr(ax, "dpngd_drawn"):
+        ax.dpngd_drawn = []
+    return ax.dpngd_drawn
+
+
+def ours(ax: Axes) -> list[Number]:
+    return [d for d in drawn(ax) if not d.paper]
+
+
+def keep(ax: Axes, series: str, at: Iterable[Any], values: Iterable[float], *, ends: Iterable[tuple] | None = None,
+         paper: bool = False, horizontal: bool = False) -> None:
+    """Keep the numbers of a curve or of bars, which `point` and `hollow` do by themselves."""
+    values = list(values)
+    for place, value, (low, high) in zip(at, values, ends or zip(values, values, strict=True), strict=True):
+        drawn(ax).append(Number(math.nan, value, low, high, "", series, place, 0, paper, horizontal))
+
+
+def counts(figure: Figure) -> list[int]:
+    """The different n of the estimates that were drawn."""
+    return sorted({d.n for ax in figure.axes for d in ours(ax) if d.n})
+
+
+def point(ax: Axes, x: float, e: stats.Estimate, method: str, *, at: Any = None, series: str = "", scale: float = 1.0,
+          horizontal: bool = False, **look: Any) -> None:
     """A mean with its 95% interval; nothing where nothing was run. `settle` ends in arrows what leaves the axis."""
     if e.n == 0:
         return
@@ -174,30 +227,29 @@ def point(ax: Axes, x: float, e: stats.Estimate, method: str, *, scale: float = 
     for cap in caps:
         cap.set_markeredgewidth(1.0)  # a thick mark would thicken them too
     ends = [scale * v for v in (e.low, e.high)] if arms is not None else [scale * e.mean] * 2
-    drawn(ax).append((x, scale * e.mean, *ends, look["color"]))
+    drawn(ax).append(Number(x, scale * e.mean, *ends, look["color"], series or label(method), x if at is None else at,
+                            e.n, False, horizontal))
 
 
-def drawn(ax: Axes) -> list[tuple[float, float, float, float, str]]:
-    """Place, mean, low, high and colour of what `point` drew here."""
-    if not hasattr(ax, "dpngd_drawn"):
-        ax.dpngd_drawn = []
-    return ax.dpngd_drawn
-
-
-def hollow(ax: Axes, x: float, y: float, method: str, **look: Any) -> None:
+def hollow(ax: Axes, x: float, y: float, method: str, *, at: Any = None, series: str = "", horizontal: bool = False,
+           **look: Any) -> None:
     """A number of the paper."""
     ax.plot([x], [y], METHODS[method].marker, **{"mfc": "white", "mec": colour(method), "ms": 6.5, "mew": 1.1,
                                                  "zorder": 2.5, **look})
+    place, value = (y, x) if horizontal else (x, y)
+    keep(ax, series or label(method), [place if at is None else at], [value], paper=True, horizontal=horizontal)
 
 
 def limits(values: list[float], intervals: list[stats.Estimate], pad: float, room: float) -> tuple[float, float] | None:
-    """Limits that show all means and what the intervals add, up to one span more: those of two runs have no end."""
+    """Limits that show all means and what their intervals add, up to one span more. Those of fewer than half the seeds
+    that others have add nothing: of two runs they have no end."""
     finite = [v for v in values if np.isfinite(v)]
     if not finite:
         return None
     low, high = min(finite), max(finite)
     span = max(high - low, room, 1e-9)
-    ends = [v for e in intervals for v in (e.low, e.high) if np.isfinite(v)]
+    seeds = max((e.n for e in intervals), default=0)
+    ends = [v for e in intervals if 2 * e.n > seeds for v in (e.low, e.high) if np.isfinite(v)]
     least, most = min([low, *ends]), max([high, *ends])
     return max(least, low - span) - pad * span / 2, min(most, high + span) + pad * span / 2
 
@@ -206,9 +258,9 @@ def settle(ax: Axes, values: list[float], pad: float = 0.12, room: float = 0.0,
            intervals: list[stats.Estimate] | None = None, within: tuple[float, float] = (-np.inf, np.inf),
            horizontal: bool = False) -> None:
     """The limits of the axis of values by `limits`, inside `within`; what leaves them ends in an arrow with its number.
-    A panel without values says so."""
+    A panel without a number of ours says so."""
     found = limits(values, intervals or [], pad, room)
-    if found is None:
+    if found is None or not ours(ax):
         not_run(ax, horizontal)
         return
     (ax.set_xlim if horizontal else ax.set_ylim)(np.clip(found, *within))
@@ -218,10 +270,11 @@ def settle(ax: Axes, values: list[float], pad: float = 0.12, room: float = 0.0,
 def arrows(ax: Axes, horizontal: bool = False) -> None:
     """At the edge of the axis, an arrow and the number where the interval ends (or the mean lies)."""
     low, high = ax.get_xlim() if horizontal else ax.get_ylim()
-    for at, mean, least, most, ink in drawn(ax):
+    for at, mean, least, most, ink, *_ in drawn(ax):
         for end, edge, over, sign in ((least, low, least < low, -1), (most, high, most > high, 1)):
-            if not over or not math.isfinite(end):
+            if not ink or not over or not math.isfinite(end):
                 continue
+            ax.dpngd_arrows = True
             outside = mean < low if sign < 0 else mean > high
             place = (edge, at) if horizontal else (at, edge)
             ax.plot(*place, marker=("<" if sign < 0 else ">") if horizontal else ("v" if sign < 0 else "^"), color=ink,
@@ -240,7 +293,8 @@ def end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
         return
     low, high = ax.get_ylim()
     height = ax.get_figure().get_size_inches()[1] * ax.get_position().height  # inches, before the layout is settled
-    gap = (high - low) * min(0.3, max(0.075, 0.17 / max(height, 0.5)))
+    lines = max(text.count("\n") + 1 for _, _, text, _ in ends)
+    gap = (high - low) * min(0.3, lines * max(0.075, 0.17 / max(height, 0.5)))
     ends = sorted(ends, key=lambda e: e[1])
     for (x, y, text, ink), at in zip(ends, apart([e[1] for e in ends], gap, high), strict=True):
         ax.annotate(text, (x, y), xytext=(1.02, at), textcoords=("axes fraction", "data"), color=ink, fontsize=8,
@@ -267,8 +321,18 @@ def apart(heights: list[float], gap: float, top: float) -> list[float]:
 # ---- What was not run ------------------------------------------------------------------------------------------------
 
 def not_run(ax: Axes, horizontal: bool = False) -> None:
-    (ax.set_xticks if horizontal else ax.set_yticks)([])
+    """A panel without a number of ours. Its axis of values has no numbers, unless others share it."""
+    shared = ax.get_shared_x_axes() if horizontal else ax.get_shared_y_axes()
+    if len(shared.get_siblings(ax)) == 1:
+        (ax.set_xticks if horizontal else ax.set_yticks)([])
     ax.annotate("not run yet", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", color=SOFT)
+
+
+def row_not_run(ax: Axes, y: float) -> None:
+    """A row without a number of ours, in a panel that has others."""
+    if ours(ax):
+        ax.annotate("not run yet", (0.5, y), xycoords=("axes fraction", "data"), ha="center", va="center", fontsize=8,
+                    color=SOFT, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
 
 
 def nothing(text: str) -> Figure:
@@ -296,11 +360,41 @@ def png(figure: Figure) -> bytes:
     return small.getvalue()
 
 
+FILES = ("png", "svg", "csv")
+
+
 def save(figure: Figure, folder: Path, name: str, picture: bytes | None = None) -> None:
-    """PNG (`picture`, where it has been drawn already) and SVG, without dates: the same data give the same files."""
+    """PNG (`picture`, where it has been drawn already), SVG, and CSV with the numbers, without dates: the same data
+    give the same files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.png").write_bytes(picture or png(figure))
     (folder / f"{name}.svg").write_bytes(_file(figure, "svg", {"Date": None, "Creator": None}))
+    (folder / f"{name}.csv").write_text(numbers(figure), encoding="utf-8")
+
+
+def numbers(figure: Figure) -> str:
+    """All that the panels show, as CSV: means, curves and the paper's numbers, not the thin lines of single runs. A
+    panel has the name of its `set_label`, or its title."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("panel", "series", "whose", "along", "at", "shown", "value", "low", "high", "n"))
+
+    def named(ax: Axes, axis: str) -> str:
+        """The label of an axis; panels with one meaning have it once."""
+        return next(filter(None, (getattr(a, f"get_{axis}label")() for a in (ax, *figure.axes))), "")
+
+    for ax in figure.axes:
+        for d in drawn(ax):
+            along, shown = (named(ax, axis) for axis in ("yx" if d.horizontal else "xy"))
+            ends = (d.low, d.high) if d.low < d.high else ("", "")
+            rows.writerow((ax.get_label() or ax.get_title(loc="left"), d.series, "the paper's" if d.paper else "ours",
+                           along, _number(d.at), shown, *map(_number, (d.mean, *ends)), d.n or ""))
+    return text.getvalue()
+
+
+def _number(value: Any) -> str:
+    """In digits that every machine agrees on."""
+    return f"{value:.6g}" if isinstance(value, float | np.floating) else str(value).replace("\n", " ")
 
 
 def _file(figure: Figure, kind: str, metadata: dict) -> bytes:

@@ -53,7 +53,8 @@ PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(png|svg|csv)")
 
 def check_files(left: dict[str, dict], folder: Path) -> None:
     """Every file that an entry names is a plain name (no path, no scheme: the page links to it), and is there."""
-    named = [file for entry in left.values() for figure in entry["figures"] for file in (figure["png"], figure["svg"])]
+    named = [figure[kind] for entry in left.values() for figure in entry["figures"] for kind in ("png", "svg", "csv")
+             if kind in figure]
     named += [table["csv"] for entry in left.values() for table in entry["tables"]]
     for name in named:
         if not isinstance(name, str) or not PLAIN.fullmatch(name) or (folder / name).is_symlink():
@@ -252,9 +253,10 @@ def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: 
                              lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     env.filters |= {"bold": lambda text: Markup(story.bold_html(text)), "plain": story.labelled}
     papers = [row for row in data["claims"] if not row["question"]]
-    # The one picture is drawn at the top once its claim is decided: of a few runs it would say nothing.
-    word = next(row["word"] for row in data["claims"] if row["id"] == "best-everywhere")
-    leads = [f for entry in left.values() for f in entry["figures"] if f["name"] == "lead" and word != stats.NOT_RUN]
+    row = next(row for row in data["claims"] if row["id"] == "best-everywhere")
+    said = preliminary(row, len({c.seed for c in settings.configs("utility_table")}))
+    leads = [{**f, "caption": f"{said}{f['caption']}"} for entry in left.values() for f in entry["figures"]
+             if f["name"] == "lead" and said is not None]
     return env.get_template("report.html.j2").render(
         **data, left=left, image=lambda name: picture(folder / name), width=lambda name: width(folder / name),
         lead=leads[0] if leads else None, groups=grouped(data["claims"]), anchor=anchors(left), interval=interval,
@@ -264,6 +266,22 @@ def render(data: dict[str, Any], left: dict[str, dict], folder: Path, settings: 
         inconsistencies=published()["inconsistencies"], defaults=settings.settings["defaults"],
         device=settings.settings["cost"]["device"], heading=heading, css_class=lambda word: word.replace(" ", "-"),
         seeds_of=claims.seeds_text, worded=claims.worded, demonstration=data["profile"] in claims.DEMONSTRATIONS)
+
+
+def preliminary(row: Mapping[str, Any], seeds: int) -> str | None:
+    """What is said before the caption of the one picture at the top, from the row of its claim and the number of seeds
+    that the profile plans: nothing once it is decided, else how many cells are complete. None while no data set is
+    complete: of a few runs the picture would say nothing."""
+    if row["word"] != stats.NOT_RUN:
+        return ""
+    complete: dict[str, bool] = {}
+    for part in row["parts"]:
+        cell = part["name"].partition(" over ")[0]
+        complete[cell] = complete.get(cell, True) and part["n"] >= seeds
+    datasets = {cell.split(" ")[0] for cell in complete}
+    if not any(all(done for cell, done in complete.items() if cell.split(" ")[0] == d) for d in datasets):
+        return None
+    return f"Preliminary: {sum(complete.values())} of {len(complete)} cells. "
 
 
 def comparisons(c: Mapping[str, Any]) -> list[str]:

@@ -194,15 +194,16 @@ class Study:
             return
         if self.out:
             self.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.out / f"{name}.csv", (table if data is None else data).to_csv(index=False))
+            write_atomically(self.out / f"table_{name}.csv", (table if data is None else data).to_csv(index=False))
         self.shown["tables"].append({"name": name, "caption": caption, "columns": list(table.columns), "rows": rows,
-                                     "csv": f"{name}.csv"})
+                                     "csv": f"table_{name}.csv"})  # a figure of the same name has its own
 
     def figure(self, figure: Figure, name: str, caption: str, *, runs: Runs | None = None, keep: bool = True) -> None:
-        """Show a figure with its stamp; a sentence in its place where none of its runs exist."""
+        """Show a figure with its stamp, and keep it as PNG, SVG and CSV; a sentence in its place where it has no number
+        of ours yet."""
         lost = story.missing(runs) if runs is not None else ""
         if plots.is_empty(figure):
-            self.leave_out(name, caption, lost or "not run")
+            self.leave_out(name, caption, lost.replace("preliminary", "nothing to show yet") or "not run")
             return
         caption += f" ({lost})" if lost else ""
         plots.stamp(figure, self.stamp())
@@ -212,7 +213,7 @@ class Study:
             return
         if self.out:
             plots.save(figure, self.out, name, picture)
-        self.shown["figures"].append({"name": name, "caption": caption, "png": f"{name}.png", "svg": f"{name}.svg"})
+        self.shown["figures"].append({"name": name, "caption": caption, **{k: f"{name}.{k}" for k in plots.FILES}})
 
     def say(self, text: str) -> None:
         """A paragraph made from numbers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pandas as pd
 
@@ -24,6 +25,7 @@ from dpngd.suite.rules import (
     side_by_side,
 )
 from dpngd.suite.runs import NOT_STEPS, Runs, seconds_per_step, step_phases
+from dpngd.suite.story import listed
 from dpngd.training.config import FIELDS, RunConfig
 
 Table = tuple[pd.DataFrame, str, str, pd.DataFrame]
@@ -255,11 +257,20 @@ def cost() -> Table:
     return data, "privacy_cost", f"What the paper says is equal and what is not ({table['place']})", data
 
 
-def schedule_of(profile: Profile) -> dict[str, float]:
-    """The clamping schedule of the first cell of the profile's Table 2."""
-    config = next(c for c in profile.configs("utility_table", methods=["dp-ngd"]))
+def schedule_of(profile: Profile) -> dict[str, Any]:
+    """The clamping schedule of the first cell of the profile's Table 2 whose floor moves, and what `figures.schedule`
+    says of it: which cell it is, and in which cells the floor is constant."""
+    cells = {(c.data, c.epsilon): c for c in profile.configs("utility_table", methods=["dp-ngd"])}
+    constant = {cell: c for cell, c in cells.items() if c.lambda_base == c.lambda_safe}
+    config = next((c for cell, c in cells.items() if cell not in constant), next(iter(cells.values())))
+    flat = [f"{sets.label(d)} at ε = {listed([f'{e:g}' for data, e in constant if data == d])}"
+            for d in dict.fromkeys(data for data, _ in constant)]
+    chosen = all("tuned" in profile.resolve(c.method, c.data, c.epsilon, c.seed)[1]["lambda_base"]
+                 for c in constant.values())
+    said = (f"On {listed(flat)} {'the search chose a constant floor' if chosen else 'the floor is constant'} (λ_base = "
+            "λ_safe).") if flat else ""
     return {"lambda_safe": config.lambda_safe, "lambda_base": config.lambda_base, "T": config.T, "T1": config.T1,
-            "p": config.p}
+            "p": config.p, "where": f"{sets.label(config.data)}, ε = {config.epsilon:g}", "said": said}
 
 
 # ---- Notebook 02: the noise of each step budget ----------------------------------------------------------------------

@@ -3,12 +3,13 @@
 import json
 from statistics import NormalDist
 
+import numpy as np
 import pytest
 
 from dpngd import audit
-from dpngd.audit import leaks
+from dpngd.audit import leaks, statistics
 from dpngd.audit.checks import LEVEL, Result
-from dpngd.audit.figure import counts, distance
+from dpngd.audit.figure import counts, distance, limit
 from dpngd.errors import UsageError
 from dpngd.suite import figures, paths, tables
 
@@ -44,10 +45,12 @@ def test_the_figure_counts_every_score(tmp_path):
     top, rows = figure.axes
     assert top.get_title(loc="left").startswith("GEP: 3 + 3 releases, σ = 0.290")
     assert [t.get_text() for t in rows.get_yticklabels()] == ["GEP"]
+    said = next(t.get_text() for t in figure.texts if "wholly beyond" in t.get_text()).replace("\n", " ")
+    assert "Of 1 intervals of 95% 0 lie wholly beyond 1; by chance a few do." in said
     assert any("commit" in t.get_text() for t in figure.texts)
     figure.savefig(tmp_path / "canary.png")
     with pytest.raises(UsageError, match="no canary"):
-        figures.canary({"canary": {}})
+        figures.canary({**stored(), "canary": {}})
 
 
 def test_the_measured_distance_is_that_of_the_scores():
@@ -55,6 +58,21 @@ def test_the_measured_distance_is_that_of_the_scores():
     at, half = distance(counts([s + 2.0 for s in scores], scores, 2.1))
     assert at == pytest.approx(2.0, abs=0.01)
     assert half == pytest.approx(1.96 * (2 / 2000 + 2.0**2 / 8000) ** 0.5, rel=0.01)
+
+
+def test_the_tick_is_where_the_lower_limit_is_what_sigma_allows():
+    scores = np.array([NormalDist().inv_cdf((i + 0.5) / 2000) for i in range(2000)])
+    held = counts(scores, scores, 3.448)
+    tick = limit(held, LEVEL)
+    assert statistics.mu_lower(scores + tick * scores.std(ddof=1), scores, LEVEL)[1] == pytest.approx(3.448, rel=1e-6)
+    assert 1.05 < tick / 3.448 < 1.08
+
+
+def test_the_shipped_rows_pass_where_the_tick_says_so():
+    held = json.loads(paths.AUDIT.read_text(encoding="utf-8"))
+    for line in (x for x in held["lines"] if x["test"] == "canary, mu"):
+        estimate = float(line["measured"].partition("estimate ")[2].split(",")[0].rstrip(")"))
+        assert (estimate <= limit(held["canary"][line["subject"]], held["level"])) == line["passed"], line["subject"]
 
 
 def test_the_shipped_distances_are_the_audits_own_estimates():

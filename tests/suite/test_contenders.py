@@ -132,7 +132,7 @@ def test_opacus_loops_scaling_and_what_is_done_once(two_cores, monkeypatch, caps
     assert "samples per second, processes x threads: 1x1 10, 2x1 16, 1x2 13" in text
     assert report["cores"] == 2
     assert min(report["load"], report["load_after"]) >= 0
-    assert {path.name for path in tmp_path.iterdir()} == {"scaling.png", "scaling.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {"scaling.csv", "scaling.png", "scaling.svg"}
     assert all(bench.SCALED[what] in (tmp_path / "scaling.svg").read_text() for what in bench.SWEEPS)
 
 

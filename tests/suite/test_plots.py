@@ -1,5 +1,9 @@
-"""Figures: one colour per method, an error bar where there is an interval, the paper hollow only where comparable."""
+"""Figures: one colour per method, an error bar where there is an interval, the paper hollow only where comparable and
+beside ours, the numbers in a CSV, and nothing where there is no number of ours."""
 
+import csv
+import inspect
+import json
 import re
 from itertools import combinations
 
@@ -8,9 +12,11 @@ import pytest
 from claim_runs import artifact
 from suite_records import runs_of
 
+from dpngd import methods
 from dpngd.methods import METHODS, baselines
-from dpngd.suite import claims, figures, motivation, plots, profiles, rules, stats, tables
-from dpngd.suite.rules import varying
+from dpngd.suite import claims, figures, motivation, own_data, paths, plots, profiles, rules, stats, tables
+from dpngd.suite.rules import Chi, Theory, varying
+from dpngd.suite.runs import Runs
 
 QUICK, CPU, PAPER = (profiles.load(name) for name in ("quick", "cpu", "paper"))
 
@@ -30,7 +36,12 @@ def test_methods_of_one_figure_have_colours_that_differ():
     for a, b in combinations(main, 2):
         assert plots.colour(a) != plots.colour(b)
         assert METHODS[a].marker != METHODS[b].marker
-    assert {plots.colour(m) for m in METHODS} <= set(plots.OKABE_ITO.values())
+    table_2 = {plots.colour(m) for m in {c.method for c in CPU.configs("utility_table")}}
+    assert len(table_2) == 7
+    assert methods.BLUE not in table_2, "that of the arms"
+    known = (methods.BLACK, methods.SKY, methods.ORANGE, methods.GREEN, methods.BLUE, methods.VERMILION, methods.PURPLE,
+             methods.INDIGO)
+    assert {plots.colour(m) for m in METHODS} <= set(known)
 
 
 def test_a_mean_has_its_interval_and_one_run_has_none():
@@ -58,14 +69,40 @@ def test_the_papers_accuracies_stand_beside_its_own_network_only():
     assert {60.78, 84.65, 62.95} <= top
 
 
-def test_every_result_figure_draws(tmp_path):
+@pytest.fixture(scope="module")
+def valley():
+    return motivation.valley(T=25)
+
+
+@pytest.fixture(scope="module")
+def theory():
+    chi = Chi("a bin", 1.0, 100)
+    return Theory(spectrum=[(chi, 0.1, 10.0), (chi, 1.0, 1.0)], predicted=[(0.1, 10.0), (1.0, 1.0)],
+                  kl=[{"quadratic": 0.1, "realised": 0.1, "bound": 0.2, "clipped": i > 0} for i in range(2)],
+                  steps=[{"share": s, "squared": 1 / s, "bound": 1.0} for s in (0.5, 1.0)])
+
+
+HELPERS = {"dots", "curves", "by_setting"}  # figures are made with them
+
+
+def test_every_figure_draws_and_leaves_its_numbers(tmp_path, valley, theory):
     robustness = made(QUICK, "robustness")
+    run = made(QUICK, "utility_table").where(method="dp-ngd")
+    rates = own_data.rate_configs(4.0, [0, 1], 0.25)
     drawn = {
+        "one_run": figures.one_run(*next(iter(run.each()))),
+        "trajectories": figures.trajectories(valley),
+        "theorem": figures.theorem(theory),
+        "schedule": figures.schedule(**tables.schedule_of(CPU)),
+        "canary": figures.canary(json.loads(paths.AUDIT.read_text(encoding="utf-8"))),
+        "trials": figures.trials(made(QUICK, "tuning")),
+        "spectra": own_data.draw_spectra(own_data.spectra(["noise"])),
+        "rates": own_data.draw_rates(runs_of(rates, lambda c: 50.0 + c.seed)),
         "utility": figures.utility(made(QUICK, "utility_table")),
         "convergence": figures.convergence(made(QUICK, "convergence")),
         "sizes": figures.sizes(made(QUICK, "sample_efficiency")),
         "sources": figures.sources(made(QUICK, "sources")),
-        "decoupling": figures.arms(made(CPU, "ablation_decoupling"), "ablation_decoupling"),
+        "arms": figures.arms(made(CPU, "ablation_decoupling"), "ablation_decoupling"),
         "bound": figures.bound(runs_of(artifact("bound"), lambda c: 50 + c.eta + 0.1 * c.seed)),
         "lead": figures.lead(made(CPU, "utility_table")),
         "two rates": figures.arms(made(CPU, "ablation_clipping"), "ablation_clipping",
@@ -79,17 +116,103 @@ def test_every_result_figure_draws(tmp_path):
         "overhead": figures.overhead(made(QUICK, "overhead")),
         "robustness": figures.robustness(robustness, {a: varying(robustness, a) for a in ("T_cur", "p", "T1")}),
     }
+    every = {name for name, f in vars(figures).items() if inspect.isfunction(f) and f.__module__ == figures.__name__
+             and inspect.signature(f).return_annotation == "Figure"}
+    assert every - HELPERS <= set(drawn)
     for name, figure in drawn.items():
+        assert not plots.is_empty(figure), name
         plots.stamp(figure, "profile quick, commit abc")
         plots.save(figure, tmp_path, name)
         svg = (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
         assert "commit abc" in svg
         assert not re.search(r"<dc:date>|<cc:Agent>.*Matplotlib v", svg)
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
+        rows = numbers(tmp_path / f"{name}.csv")
+        assert rows, name
+        assert all(row["series"] and row["at"] and row["value"] for row in rows), name
+        assert (tmp_path / f"{name}.csv").stat().st_size < 200_000, name
+
+
+def numbers(path):
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_csv_has_what_is_drawn(tmp_path):
+    runs = scattered(CPU, "utility_table")
+    plots.save(figures.lead(runs), tmp_path, "lead")
+    rows = numbers(tmp_path / "lead.csv")
+    assert {row["whose"] for row in rows} == {"ours", "the paper's"}
+    first = next(row for row in rows if row["series"] == "DP-NGD" and row["whose"] == "ours")
+    line = next(tables.leads(runs).itertuples())
+    assert (first["panel"], first["at"], first["shown"]) == ("CIFAR-10, small network", "ε = 1",
+                                                             "points above the best baseline")
+    assert [float(first[k]) for k in ("value", "low", "high")] == pytest.approx([line.lead, line.low, line.high], 1e-4)
+    assert first["n"] == "8"
+
+
+def some(profile, artifact, keep, accuracy=lambda c: 50.0 + c.seed % 7):
+    """Runs of an artifact of which only those exist that `keep` names."""
+    configs = profile.configs(artifact)
+    return Runs(configs, runs_of([c for c in configs if keep(c)], accuracy).found)
+
+
+@pytest.mark.parametrize("name", ["releases", "ablation_ours", "ablation_clipping", "overhead", "bound"])
+def test_runs_that_nothing_can_be_compared_with_are_no_figure(name):
+    """The paper's numbers alone, one method alone and axes without a mark are left out, though runs exist."""
+    kept = rules.broken_bounds(Runs(CPU.configs("bound"), {}))[1.0][0]  # factor 1: nothing is broken
+    runs = some(CPU, name, lambda c: all(getattr(c, k) == v for k, v in kept.items()) if name == "bound" else
+                c.method in ("dp-ngd", "dp-sgd-pt") and c.T_cur in (None, 8))
+    assert len(runs)
+    assert plots.is_empty(DRAWN[name](runs))
+
+
+def test_a_row_and_a_panel_without_a_number_say_so_and_have_none_of_the_papers():
+    runs = some(CPU, "ablation_decoupling", lambda c: c.method in ("dp-ngd", "dp-sgd-pt") and c.epsilon == 2)
+    figure = figures.arms(runs, "ablation_decoupling", some(CPU, "ablation_decoupling_equal", lambda c: False))
+    first, second = figure.axes
+    assert [t.get_text() for t in first.texts].count("not run yet") == 4
+    assert [t.get_text() for t in second.texts] == ["not run yet"]
+    assert len(hollows(figure)) == 1
+    legend = [t.get_text() for t in figure.legends[0].get_texts()]
+    assert legend == ["the paper, its own network"], "no mark is explained that is not drawn"
+    full = figures.arms(made(CPU, "ablation_decoupling"), "ablation_decoupling", made(CPU, "ablation_decoupling_equal"))
+    assert "at the rate of the equation" in [t.get_text() for t in full.legends[0].get_texts()]
+
+
+def test_n_is_that_of_what_is_drawn():
+    def keep(c):  # a baseline with two seeds, in a cell where nothing can be compared
+        return c.epsilon == 1 or (c.epsilon == 2 and c.method == "gep" and c.seed % 8 < 2)
+
+    runs = some(CPU, "utility_table", keep)
+    assert "n = 8 seeds (preliminary" in figures.lead(runs).texts[0].get_text()
+    assert "n = 2 to 8 seeds" in figures.utility(runs).texts[0].get_text()
+
+
+def test_few_seeds_do_not_set_an_axis_that_many_are_on():
+    many, few = stats.mean([50.0, 51.0, 50.5, 50.2, 50.8, 50.1]), stats.mean([48.0, 52.0])
+    alone = plots.limits([many.mean], [many], 0.2, 1.0)
+    assert plots.limits([many.mean, few.mean], [many, few], 0.2, 1.0)[1] == pytest.approx(alone[1])
+    assert plots.limits([few.mean], [few], 0.2, 1.0)[1] > few.mean + 1, "where all have few, theirs count"
+
+
+def test_arrows_are_explained_where_there_is_one():
+    def note(values):
+        figure, (ax,) = plots.new()
+        plots.point(ax, 0, stats.mean(values), "dp-ngd")
+        plots.point(ax, 1, stats.mean([50.0, 50.5, 51.0]), "dp-ngd")
+        plots.settle(ax, [50.0, 50.5], room=3, intervals=[stats.mean(values)])
+        plots.note(figure, "A note.")
+        return figure.texts[0].get_text()
+
+    assert "Arrow" in note([20.0, 51.0, 82.0])
+    assert note([50.0, 50.5, 51.0]) == "A note."
 
 
 DRAWN = {"utility_table": figures.utility, "sources": figures.sources, "overhead": figures.overhead,
-         "releases": figures.releases, "ablation_clipping": lambda r: figures.arms(r, "ablation_clipping"),
+         "releases": figures.releases,
+         "ablation_ours": lambda r: figures.arms(r, "ablation_ours"),
+         "ablation_clipping": lambda r: figures.arms(r, "ablation_clipping"),
          "convergence": figures.convergence, "sample_efficiency": figures.sizes, "pretraining": figures.pretraining,
          "networks": figures.networks, "views": figures.views, "whole": lambda r: figures.whole(r, r),
          "bound": figures.bound, "ablation_floor": figures.floors, "tuning": figures.trials,
@@ -105,7 +228,7 @@ def test_nothing_run_is_an_empty_figure_and_half_of_it_is_drawn(name):
     nothing.canvas.draw()
     some = draw(runs_of(configs, lambda c: {True: 50.0 + c.seed % 7}[c.epsilon < 3 and c.method != "dp-sgd-pt"]))
     some.canvas.draw()
-    if name not in ("pretraining", "lead"):
+    if name not in ("pretraining", "lead", "overhead", "releases"):  # these need the method that is missing
         assert not plots.is_empty(some)
 
 
@@ -262,6 +385,7 @@ def test_the_same_data_give_the_same_files(tmp_path):
 def test_an_axis_of_accuracies_stays_within_what_they_can_be():
     _, (ax,) = plots.new()
     wide = stats.mean([5.0, 20.0, 95.0])  # its interval is far wider than 0 to 100
+    plots.keep(ax, "a", [0], [40.0])
     plots.settle(ax, [40.0, 5.0], intervals=[wide], within=plots.PERCENT)
     assert ax.get_ylim() == (0.0, pytest.approx(75 + 0.06 * 35))
     plots.settle(ax, [40.0, 5.0], intervals=[wide])
@@ -291,11 +415,6 @@ def test_tables_have_the_papers_numbers():
     assert table.loc[("dp-ngd", "svhn", 1.0), "paper"] == 84.65
     assert tables.paper_accuracy("ablation_floor", "dp-ngd-fixed-floor", "utkface", 2.0) == 68.53
     assert tables.paper_accuracy("utility_table", "dp-ngd", "digits", 1.0) is None
-
-
-@pytest.fixture(scope="module")
-def valley():
-    return motivation.valley(T=25)
 
 
 def test_the_motivation_figure_is_computed(valley):
@@ -333,6 +452,18 @@ def test_the_schedule_figure_has_the_schedule():
     assert floor[-1] == pytest.approx(0.3)
     assert min(floor) == pytest.approx(0.075, rel=1e-3)
     assert t[-1] == 40
+
+
+def test_the_schedule_is_of_a_cell_whose_floor_moves():
+    shown = tables.schedule_of(CPU)
+    assert shown["lambda_base"] < shown["lambda_safe"]
+    cells = {(c.data, c.epsilon): c for c in CPU.configs("utility_table", methods=["dp-ngd"])}
+    constant = [e for (d, e), c in cells.items() if d == "cifar10" and c.lambda_base == c.lambda_safe]
+    said = f"On CIFAR-10 at ε = {' and '.join(f'{e:g}' for e in constant)} the search chose a constant floor"
+    assert shown["said"].startswith(said) == bool(constant)
+    figure = figures.schedule(**shown)
+    assert figure.axes[0].get_title(loc="left") == shown["where"]
+    assert len(figures.schedule(0.3, 0.3, 40).axes[0].texts) == 1, "one label where both floors are one"
 
 
 def test_labels_are_apart_and_below_the_top():

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from dpngd.errors import UsageError
-from dpngd.suite import claims, command, paths, report, stats, story, study
+from dpngd.suite import claims, command, paths, plots, profiles, report, stats, story, study
 from dpngd.suite.store import Store
 
 SHIPPED = paths.FIGURES / "cpu"
@@ -20,15 +20,17 @@ def folder(tmp_path):
     for name in ("utility_table", "convergence"):
         Image.new("RGB", (4, 4), "white").save(tmp_path / f"{name}.png")
         (tmp_path / f"{name}.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
-        (tmp_path / f"{name}.csv").write_text("a\n1\n")
+        for file in (f"{name}.csv", f"table_{name}.csv"):
+            (tmp_path / file).write_text("a\n1\n")
     for notebook, name in (("01_utility_table", "utility_table"), ("02_convergence_curves", "convergence")):
         rows = [{**claims.decide(c, {}), "word": "reproduced", "ours": "+1.00 <b>points</b>",
                  "brief": "+1.00 <b>points</b>", "n": 5}
                 for c in claims.of_notebook(notebook)]
         entry = {"notebook": notebook, "profile": "quick", "claims": rows, "stamp": "abc",
-                 "figures": [{"name": name, "caption": f"Figure {name}", "png": f"{name}.png", "svg": f"{name}.svg"}],
+                 "figures": [{"name": name, "caption": f"Figure {name}", "png": f"{name}.png", "svg": f"{name}.svg",
+                              "csv": f"{name}.csv"}],
                  "tables": [{"name": name, "caption": f"Table {name}", "columns": ["a"], "rows": [["1"]],
-                             "csv": f"{name}.csv"}],
+                             "csv": f"table_{name}.csv"}],
                  "compute": {"runs": 3, "seconds": 10.0, "keys": ["k1", "k2"], "hardware": ["a core"]}}
         (tmp_path / f"{notebook}.json").write_text(json.dumps(entry))
     return tmp_path
@@ -203,6 +205,38 @@ def test_the_one_picture_is_at_the_top_once_its_claim_is_decided(folder, word):
     assert ('id="figure-lead"' in page[:page.index('id="claims"')]) == (word == "reproduced")
 
 
+def part(data, epsilon, rival, n):
+    return {"name": f"{data} ε={epsilon} over {rival}", "n": n}
+
+
+def test_the_one_picture_is_preliminary_as_soon_as_one_data_set_is_complete():
+    def said(*parts, word="not run"):
+        return report.preliminary({"word": word, "parts": parts}, 8)
+
+    cifar, svhn = (part("cifar10", 1, m, 8) for m in ("dp-sgd", "gep")), part("svhn", 1, "dp-sgd", 8)
+    cifar = list(cifar)
+    assert said(*cifar, svhn, part("svhn", 2, "dp-sgd", 3)) == "Preliminary: 2 of 3 cells. "
+    assert said(cifar[0], part("cifar10", 1, "gep", 7), svhn, part("svhn", 2, "dp-sgd", 0)) is None
+    assert said() is None
+    assert said(*cifar, word="inconclusive") == ""
+
+
+def test_its_caption_says_so(folder):
+    path = folder / "01_utility_table.json"
+    entry = json.loads(path.read_text())
+    entry["figures"][0]["name"] = "lead"
+    seeds = len({c.seed for c in profiles.load("cpu").configs("utility_table")})
+    for row in entry["claims"]:
+        row |= {"word": "not run"} | ({"parts": [
+            {**part("cifar10", 1, "gep", seeds), "word": "not run", "estimate": 1.0, "low": 0.0, "high": 2.0}]}
+            if row["id"] == "best-everywhere" else {})
+    path.write_text(json.dumps(entry))
+    page = report.write_report("cpu", folder).read_text(encoding="utf-8")
+    assert page.count('id="figure-lead"') == 1
+    assert "Preliminary: 1 of 1 cells. Figure utility_table" in page[:page.index('id="claims"')]
+    assert f'href="{entry["figures"][0]["csv"]}"' in page
+
+
 def test_the_protocols_commit_is_kept_with_the_results(folder, monkeypatch, tmp_path):
     page = report.write_report("quick", folder).read_text(encoding="utf-8")
     data = json.loads((folder / "claims.json").read_text(encoding="utf-8"))
@@ -243,7 +277,8 @@ def test_what_a_notebook_says_is_escaped(folder):
     assert "+1.00 &lt;b&gt;points" in report.write_report("quick", folder).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["convergence.png", "utility_table.svg", "utility_table.csv"])
+@pytest.mark.parametrize("name", ["convergence.png", "utility_table.svg", "utility_table.csv",
+                                  "table_utility_table.csv"])
 def test_a_deleted_figure_or_table_is_an_error(folder, name):
     (folder / name).unlink()
     with pytest.raises(UsageError, match=re.escape(name)):
@@ -252,11 +287,12 @@ def test_a_deleted_figure_or_table_is_an_error(folder, name):
 
 @pytest.mark.parametrize("name", ["../secret.png", "/etc/passwd", "a/b.svg", "javascript:alert(1)", "data:x.svg",
                                   "http://example.org/a.png", ".svg", "x.html", "a\n.png", None])
-@pytest.mark.parametrize("field", ["png", "svg", "csv"])
-def test_an_entry_names_plain_files_only(folder, name, field):
+@pytest.mark.parametrize(("part", "field"), [("figures", "png"), ("figures", "svg"), ("figures", "csv"),
+                                             ("tables", "csv")])
+def test_an_entry_names_plain_files_only(folder, name, part, field):
     path = folder / "01_utility_table.json"
     entry = json.loads(path.read_text())
-    entry["tables" if field == "csv" else "figures"][0][field] = name
+    entry[part][0][field] = name
     path.write_text(json.dumps(entry))
     with pytest.raises(UsageError, match=r"only plain \.png, \.svg and \.csv"):
         report.write_report("quick", folder)
@@ -330,9 +366,10 @@ def test_the_shipped_folder_has_no_file_of_an_earlier_drawing():
     if not left:
         pytest.skip("figures/cpu is not drawn")
     named = {"index.html", "claims.json", "audit.csv", "audit_self_test.csv", "audit_canary.png", "audit_canary.svg",
-             "bench_ratios.csv", "bench_seconds.csv"}
+             "audit_canary.csv", "bench_ratios.csv", "bench_seconds.csv"}
     named |= {f"{notebook}.{kind}" for notebook in left for kind in ("json", "ipynb", "html")}
-    named |= {figure[kind] for entry in left.values() for figure in entry["figures"] for kind in ("png", "svg")}
+    named |= {figure[kind] for entry in left.values() for figure in entry["figures"] for kind in plots.FILES
+              if kind in figure}
     named |= {table["csv"] for entry in left.values() for table in entry["tables"]}
     assert {path.name for path in SHIPPED.iterdir()} <= named
 
