@@ -147,9 +147,9 @@ def trained_in(notebook: str, profile: str) -> str:
     if not ARTIFACTS[notebook]:
         return "-"
     minutes = minutes_of(notebook, profile)
-    if minutes < 0.5:
+    if not minutes:
         return "none of its own"
-    return f"{minutes:,.0f} min" if minutes < 100 else f"{minutes / 60:,.1f} h"
+    return f"{max(1, minutes):,.0f} min" if minutes < 100 else f"{minutes / 60:,.1f} h"
 
 
 @functools.cache

@@ -14,7 +14,8 @@ Exit code 1 where that fails. The tolerance is measured (tests/helpers/other_mac
 of three older processors and with two threads, UTKFace, 100 steps, 1,050 validation images). DP-SGD, DP-NGD and
 dp-ngd-free moved by at most 0.19 points in twelve runs, GEP by 0.00, +0.57, -1.14 and -0.57, with up to 72 images
 changed: the basis of a subspace is where rounding grows most. Three points are four times GEP's root mean square, 0.70.
-C of dp-ngd-free moved by 3e-6 of itself.
+C of dp-ngd-free moved by 3e-6 of itself. On a real other processor eight runs moved by 0.68 points at most
+(docs/running.md).
 """
 
 from __future__ import annotations

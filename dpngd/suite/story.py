@@ -152,9 +152,9 @@ def found(rows: Sequence[Row]) -> list[str]:
 
 def refuted(rows: Sequence[Row]) -> str:
     """The paper's claims that these runs refute, with the numbers of each; empty without any."""
-    said = [f"{r['sentence'].rstrip('.')} ({held_brief(r)}{'; fragile' if r['fragile'] else ''})" for r in rows
+    said = [f"“{r['sentence'].rstrip('.')}” ({held_brief(r)}{'; fragile' if r['fragile'] else ''})" for r in rows
             if not r["question"] and r["word"] == stats.REFUTED]
-    return labelled(f"Not so here: {'; '.join(said)}.") if said else ""
+    return labelled(f"Refuted here: {'; '.join(said)}.") if said else ""
 
 
 def brief(row: Row) -> str:
