@@ -11,7 +11,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_number_of_the_papers_runs_is_counted():
-    (runs,) = re.findall(r"for the paper: ([\d,]+) runs", README)
+    (runs,) = re.findall(r"been run \(([\d,]+) runs, about", README)
     assert int(runs.replace(",", "")) == len(profiles.load("paper").all_configs())
 
 

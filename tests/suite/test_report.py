@@ -101,8 +101,9 @@ def test_docs_say_what_each_claim_says(tmp_path, monkeypatch):
     assert "| +0.2 [-0.1, 0.5] points | 8 | 0.50 points | **inconclusive (fragile)** | 01 |" in text
     assert "(n = 8 seeds, 10,000 test images). With n = 8 a difference of 0.50 points is seen with 80 % power. What " \
            "would decide it: about 20 seeds." in text
-    assert all(f"- **{c.sentence}**" in text for c in claims.all_claims())
-    assert "direction only" not in text
+    assert all(f"| {c.sentence} |" in text for c in claims.all_claims())
+    assert f"- **{rows[4]['sentence']}**" in text, "what was decided is told in full"
+    assert f"- {len(rows) - 1} claims are not run" in text
 
 
 def test_docs_claims_is_what_the_command_writes():
@@ -161,7 +162,9 @@ def test_the_abstract_has_five_sentences_of_the_claims(folder):
     assert "DP-NGD leads the best baseline in 1 of 2 cells (-1.00 to +0.50 points); in 3 the lead is significant " \
            "after correction. That it is more accurate than every baseline in every cell is **inconclusive " \
            "(fragile)**. The advantage is larger under stricter privacy: **reproduced**" in said[1]
-    assert said[3].startswith("Refuted here: The exponent p hardly matters; 1 is inconclusive")
+    rows["exponent"]["brief"] = "-1.4 points"
+    said = report.abstract(data)
+    assert said[3].startswith("Refuted here: “The exponent p hardly matters” (-1.4 points); 1 is inconclusive")
     rows["exponent"]["word"] = "equivalent"
     assert report.abstract(data)[3].startswith("No claim of the paper is refuted here; 1 shows no difference (The "
                                                "exponent p hardly matters); 1 is inconclusive")
@@ -180,7 +183,7 @@ def test_a_figure_lists_the_claims_that_it_shows(folder):
 def test_the_page_begins_with_what_was_run(folder):
     page = report.write_report("cpu", folder).read_text(encoding="utf-8")
     assert page.index("DP-NGD clips and adds noise after whitening") < page.index("What was found")
-    assert "beside four baselines on three data sets, at five privacy budgets and with eight seeds each" in page
+    assert "with four baselines on three data sets, at five privacy budgets with eight seeds each" in page
     assert report.compact([1, 2, 3, 5]) == "1 to 3, 5"
 
 
@@ -243,7 +246,7 @@ def test_the_protocols_commit_is_kept_with_the_results(folder, monkeypatch, tmp_
     fixed = {"first": "abc1234", "fixed": "2026-01-02", "last": "def5678", "changed": "2026-03-04"}
     (folder / "claims.json").write_text(json.dumps({**data, "protocol": fixed}))
     page = report.write_report("quick", folder).read_text(encoding="utf-8")
-    assert "fixed with commit <code>abc1234</code> on 2026-01-02" in page, "the same results keep it"
+    assert "committed with <code>abc1234</code> on 2026-01-02" in page, "the same results keep it"
     assert "<code>def5678</code>" in page
     (folder / "claims.json").unlink()
     monkeypatch.setattr(report.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(OSError("no git")))
@@ -359,6 +362,11 @@ def test_the_shipped_figures_are_those_of_the_shipped_results(tmp_path):
             bare = figure["name"] == "floor_by_rank"  # measured live, of no run
             stamp = ">dpngd, profile cpu<" if bare else entry["stamp"]
             assert stamp in (SHIPPED / figure["svg"]).read_text(encoding="utf-8"), (notebook, figure["svg"])
+
+
+def test_the_shipped_results_stay_small():
+    for path in (paths.ROOT / "results").glob("*"):
+        assert path.stat().st_size < 20e6, path.name
 
 
 def test_the_shipped_folder_has_no_file_of_an_earlier_drawing():

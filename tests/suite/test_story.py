@@ -134,6 +134,10 @@ def test_the_readme_has_three_sentences_whatever_is_known():
 @pytest.mark.parametrize("word", ["not run", "reproduced"])
 def test_the_readmes_picture_comes_with_its_word(word, monkeypatch, tmp_path):
     rows = [claims.decide(c, {}) | {"word": word} for c in claims.all_claims()]
+    if word == "reproduced":  # a data set of Table 2 is complete
+        next(r for r in rows if r["id"] == "best-everywhere")["parts"] = [
+            {"name": "svhn ε=1 over gep", "n": 8, "estimate": 1.0},
+            {"name": "cifar10 ε=1 over gep", "n": 7, "estimate": 2.0}]
     data = {"claims": rows, "compute": {"tests": {"planned": 2000, "there": 7}}}
     monkeypatch.setattr(pages.report, "current", lambda profile: data)
     monkeypatch.setattr(pages.Store, "shipped", {"key": {"evaluated_on": "test"}})
