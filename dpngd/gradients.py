@@ -248,12 +248,17 @@ SMALL_MICRO_BATCH = 64
 """Where several threads work on a micro-batch each, together they hold what one would, but none takes fewer than this:
 with two threads WRN-10-1 takes 64 faster than 128, in half the memory, and 32 slower."""
 
+FLOATS = 2**25
+"""Numbers that the trained layers give for a micro-batch, at most, whatever the number of threads: 128 MiB. That is 28
+views of WRN-16-4, which takes no longer with 32 than with 64."""
+
 
 @torch.no_grad()
 def views_at_once(model: nn.Module, shape: tuple[int, ...], threads: int = 1) -> int:
     """Views per micro-batch for samples of this shape, by the size of the outputs of the trained layers.
 
-    MICRO_BATCH or LARGE_MICRO_BATCH, shared by the threads that have a micro-batch each.
+    MICRO_BATCH or LARGE_MICRO_BATCH, shared by the threads that have a micro-batch each; of heavy networks, as many as
+    FLOATS allows for.
     """
     sizes: list[int] = []
     handles = [layer.module.register_forward_hook(lambda m, a, z: sizes.append(z.numel()))
@@ -264,7 +269,8 @@ def views_at_once(model: nn.Module, shape: tuple[int, ...], threads: int = 1) ->
     finally:
         for handle in handles:
             handle.remove()
-    return max(SMALL_MICRO_BATCH, (LARGE_MICRO_BATCH if sum(sizes) <= LIGHT else MICRO_BATCH) // threads)
+    views = LARGE_MICRO_BATCH if sum(sizes) <= LIGHT else MICRO_BATCH
+    return max(1, min(max(SMALL_MICRO_BATCH, views // threads), FLOATS // sum(sizes)))
 
 
 def micro_batch_size(K: int, views: int = MICRO_BATCH, *, samples: int | None = None, threads: int = 1) -> int:

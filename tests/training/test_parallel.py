@@ -143,7 +143,8 @@ def test_light_networks_take_larger_micro_batches():
 
 
 @pytest.mark.parametrize(("name", "threads", "views"), [
-    ("small", 2, 128), ("small", 3, 85), ("small", 8, 64), ("wrn-10-1", 2, 64), ("wrn-10-1", 8, 64)])
+    ("small", 2, 128), ("small", 3, 85), ("small", 8, 64), ("wrn-10-1", 2, 64), ("wrn-10-1", 8, 64),
+    ("wrn-16-4", 1, 28), ("wrn-16-4", 2, 28)])
 def test_threads_share_what_is_in_memory_at_once(name, threads, views):
     assert views_at_once(models.build(name, classes=10), (3, 32, 32), threads) == views
 
