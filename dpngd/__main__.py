@@ -64,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "dpngd").partition(".")[0] == "dpngd":
             raise
-        raise UsageError(f"dpngd {name} needs the package {error.name!r}: pip install 'dpngd[{extra}]'") from None
+        raise UsageError(f"dpngd {name} needs the package {error.name!r}: in a checkout, pip install "
+                         f"'.[{extra}]'") from None
 
 
 def entry() -> int:

@@ -1,6 +1,6 @@
 """Lower bounds of epsilon from scores: jax-privacy's estimators where they are installed, our own otherwise.
 
-    pip install 'dpngd[audit]'      jax-privacy 2.0.0, some 600 MB with jax
+    pip install '.[audit]'          jax-privacy 2.0.0, some 600 MB with jax
 
     function         with the extra                                  without
     from_scores      epsilon_clopper_pearson, threshold by a split   `statistics.epsilon_lower`

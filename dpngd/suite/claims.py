@@ -490,4 +490,6 @@ def worded(row: Mapping[str, Any]) -> str:
 
 def seeds_text(row: Mapping[str, Any]) -> str:
     """n of a row, and how many of its runs there are as long as some are missing."""
+    if row["word"] == stats.NOT_RUN and row["planned"] and row["runs"] == row["planned"] and not row["timed"]:
+        return f"{row['n']} (waits for a search)"
     return str(row["n"]) + (f" ({row['runs']} of {row['planned']} runs)" if row["runs"] < row["planned"] else "")

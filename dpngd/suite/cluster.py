@@ -111,7 +111,8 @@ class Ray:
 
 def check_installed() -> None:
     if importlib.util.find_spec("ray") is None:
-        raise UsageError("ray is not installed, which runs a sweep on a cluster: pip install 'dpngd[cluster]'")
+        raise UsageError("ray is not installed, which runs a sweep on a cluster: in a checkout, pip install "
+                         "'.[cluster]'")
 
 
 # ---- The driver, seen from the sweep ---------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ class Driver:
                 raise ConnectionError(f"nothing answers at {address} ({error}): start a cluster there with `ray start "
                                       "--head`, or give its --address") from None
         if address.startswith("ray://") and importlib.util.find_spec("grpc") is None:
-            raise Refused(f"{address} needs grpc, which is not installed: pip install 'dpngd[cluster]'")
+            raise Refused(f"{address} needs grpc, which is not installed: in a checkout, pip install '.[cluster]'")
         for left in reversed(range(GREETINGS if address.startswith("ray://") else 1)):
             with contextlib.nullcontext() if not left else contextlib.suppress(ConnectionError, TimeoutError):
                 self._init(address)

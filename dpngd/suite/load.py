@@ -137,7 +137,7 @@ def main(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {"load": os.getloadavg()[0], "cores": jobs,
                               "processes": through(LocalProcesses(jobs), jobs, RUNS)}
     if importlib.util.find_spec("ray") is None:
-        report["ray"] = "not measured: ray is not installed (pip install 'dpngd[cluster]')"
+        report["ray"] = "not measured: ray is not installed (in a checkout, pip install '.[cluster]')"
     else:
         from dpngd.suite.cluster import Ray
 

@@ -81,9 +81,9 @@ def found_part() -> str:
     lines = []
     if any(row["word"] == stats.NOT_RUN for row in rows):
         lines += [f"{how_far(data.get('compute', {}))} A claim is decided when all of its runs exist.", ""]
-    measured = sum(row["notebook"] == "00_geometry" for row in papers)
-    lines += [f"The paper's {len(papers)} claims, {measured} of them theorems that are measured on a network: "
-              f"**{story.words_counted(papers)}**. The main ones:", ""]
+    proved = [row for row in papers if row["notebook"] == "00_geometry"]
+    lines += [f"The paper's {len(papers)} claims: **{story.words_counted(papers)}**. Of these, {len(proved)} are what "
+              f"it proves, measured on a network ({story.words_counted(proved)}). The main ones:", ""]
     lines += [f"- {sentence}" for sentence in story.found(rows)]
     if said := story.refuted(rows):
         lines += ["", said]

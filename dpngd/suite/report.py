@@ -114,23 +114,26 @@ def compute(left: dict[str, dict], settings: profiles.Profile) -> dict[str, Any]
             "largest_run_s": round(max((r["seconds"]["total"] for r in records), default=0.0), 1)}
 
 
+def git(*words: str) -> list[str]:
+    """The lines that git prints; none where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", *words], cwd=paths.ROOT, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+
+
 def protocol(folder: Path, stamp: str) -> dict[str, str] | None:
     """The commits of docs/protocol.md: the first, with which the rules were fixed, and the last that changed it.
 
-    It is asked of git once per results and kept in claims.json: drawn again from the same results, also where there is
-    no git, the page says the same. None where no commit is known; uncommitted changes are never named."""
+    Asked of git, and kept in claims.json: drawn again from the same results where there is no git, or only a part of
+    the history, the page says the same. None where no commit is known; uncommitted changes are never named."""
     path = folder / "claims.json"
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if kept.get("stamp") == stamp and kept.get("protocol"):
-        return kept["protocol"]
-    try:
-        done = subprocess.run(["git", "log", "--follow", "--format=%h %cs", "--", "docs/protocol.md"], cwd=paths.ROOT,
-                              capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.split("\n")[:-1] if done.returncode == 0 else []
-    if not lines:
-        return None
+    known = kept.get("protocol") if kept.get("stamp") == stamp else None
+    lines = git("log", "--follow", "--format=%h %cs", "--", "docs/protocol.md")
+    if not lines or (known and git("rev-parse", "--is-shallow-repository") != ["false"]):
+        return known
     (last, changed), (first, fixed) = lines[0].split(), lines[-1].split()
     return {"first": first, "fixed": fixed, "last": last, "changed": changed}
 

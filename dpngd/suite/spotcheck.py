@@ -3,6 +3,8 @@
     dpngd spotcheck cpu --runs 5
 
     what                          must be
+    images                        those of the shipped run, where they come from files (of SVHN and ImageNet there is
+                                  more than one version)
     privacy, key, config          exactly the same, on every machine (`dpngd.privacy` rounds what it finds). Where a
                                   method finds C on public images, C and C sigma within 0.1 %: C is then measured
     accuracy, status, steps       within 3 points, the same status: a record cannot excuse itself by naming a machine
@@ -41,6 +43,7 @@ POINTS = 0.03
 """How far the accuracy of a run may be from the shipped one on another machine."""
 EXACT = ("key", "config")
 MEASURED, C_WITHIN = ("sensitivity", "noise_std"), 1e-3  # of privacy, where C is found on public images; relatively
+OTHER_IMAGES = "images (not those of the shipped run: docs/data.md)"
 MACHINE = ("rounding", "torch", "numpy", "device", "threads")
 """What makes two machines the same to a bit: see `record.rounding`. With several threads eigenvectors round otherwise,
 and micro-batches are smaller."""
@@ -110,6 +113,14 @@ def privacy_repeats(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
         math.isclose(s, c * new["privacy"]["sigma"], rel_tol=1e-9) for c, s in zip(C, std, strict=True))
 
 
+def same_images(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether two runs of one config saw the same files. (Made images may round differently on other machines.)"""
+    config, from_files = old["config"], needs(old["config"])
+    names = {"private": config["data"].partition("-")[0], "public": config.get("public", "")}
+    return all(old["data"][which]["digest"] == new["data"][which]["digest"] for which in names
+               if which in old["data"] and set(names[which].split("+")) <= from_files)
+
+
 def wrong(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The fields in which a record differs by more than another machine can make it."""
     found = [k for k in EXACT if exact(old, k) != exact(new, k)] + ([] if privacy_repeats(old, new) else ["privacy"])
@@ -139,8 +150,9 @@ def train_again(store: Store, runs: int, seed: int, jobs: int) -> dict[str, Any]
     rows = []
     for config, old, again in zip(configs, drawn, new, strict=True):
         here = all(k in old["where"] and old["where"][k] == again["where"].get(k) for k in MACHINE)
+        bad = wrong(old, again) + ([] if same_images(old, again) else [OTHER_IMAGES])
         rows.append({"run": config.label(), "key": config.key(), "shipped": old["accuracy"], "now": again["accuracy"],
-                     "differs_in": differences(old, again), "wrong": wrong(old, again), "same_machine": here})
+                     "differs_in": differences(old, again), "wrong": bad, "same_machine": here})
     before = verdicts(profiles.load(profile), store.shipped)
     after = verdicts(profiles.load(profile), {**store.shipped, **{r["key"]: r for r in new}})
     changed = [f"{name} from {before[name]!r} to {after[name]!r}" for name in before if before[name] != after[name]]

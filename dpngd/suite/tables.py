@@ -443,14 +443,15 @@ def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
     where = f" on {model}" if model else " at an ε between the two" if kept else ""
     trials = {method: sorted({row["trials"] for row in rows if row["method"] == METHODS[method].label})
               for method in runs.methods()}
-    usual = max((n for counts in trials.values() for n in counts), key=[n for c in trials.values() for n in c].count,
+    whole = {m: counts for m, counts in trials.items() if counts and not METHODS[m].arm_of}
+    usual = max((n for counts in whole.values() for n in counts), key=[n for c in whole.values() for n in c].count,
                 default=0)
-    others = [f"{METHODS[m].label} {' or '.join(map(str, counts))}" for m, counts in trials.items()
-              if counts and counts != [usual]]
+    others = [f"{METHODS[m].label} {' or '.join(map(str, counts))}" for m, counts in whole.items() if counts != [usual]]
+    of_arms = sorted({n for m, counts in trials.items() if METHODS[m].arm_of for n in counts})
     said = f"What won the search{where}: {usual} trials for every method"
-    if others:
-        said += f", but {'; '.join(others)} (DP-SGD is also tuned at the steps of Figure 2; an arm of DP-NGD has " \
-                "only its rate to find)"
+    said += f", but {'; '.join(others)} (it is also tuned at the steps of Figure 2)" if others else ""
+    if of_arms:
+        said += f"; {' or '.join(map(str, of_arms))} for an arm of DP-NGD, which has only its rate to find"
     return pd.DataFrame(rows), name, said, data
 
 

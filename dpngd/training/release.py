@@ -42,7 +42,8 @@ def check_place(out: str | Path) -> None:
     if not out.parent.is_dir():
         raise UsageError(f"there is no folder {out.parent}: make it first")
     if importlib.util.find_spec("safetensors") is None:
-        raise UsageError("weights are written with safetensors, which is not installed: pip install 'dpngd[train]'")
+        raise UsageError("weights are written with safetensors, which is not installed: in a checkout, pip install "
+                         "'.[train]'")
 
 
 def release(config: RunConfig, out: str | Path, *, progress: Progress | None = None,

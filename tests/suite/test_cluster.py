@@ -26,7 +26,7 @@ from dpngd.suite.sweep import SweepError, ensure
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None,
-                               reason="ray is not installed: pip install 'dpngd[cluster]'")
+                               reason="ray is not installed: pip install '.[cluster]'")
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def alive(pid):
 def test_without_ray(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
-    with pytest.raises(UsageError, match=r"ray is not installed.*pip install 'dpngd\[cluster\]'"):
+    with pytest.raises(UsageError, match=r"ray is not installed.*pip install '\.\[cluster\]'"):
         command.run(["--executor", "ray"])
 
 

@@ -109,7 +109,7 @@ def test_a_package_that_is_not_installed_is_named():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(paths.ROOT)})
     assert (done.returncode, done.stderr) == (
-        2, "error: dpngd tune needs the package 'yaml': pip install 'dpngd[suite]'\n")
+        2, "error: dpngd tune needs the package 'yaml': in a checkout, pip install '.[suite]'\n")
 
 
 @pytest.mark.parametrize("argv", [["run"], ["tune", "quick"], ["report", "quick"], ["spotcheck", "cpu"]], ids=" ".join)

@@ -244,12 +244,23 @@ def test_the_protocols_commit_is_kept_with_the_results(folder, monkeypatch, tmp_
     page = report.write_report("quick", folder).read_text(encoding="utf-8")
     data = json.loads((folder / "claims.json").read_text(encoding="utf-8"))
     fixed = {"first": "abc1234", "fixed": "2026-01-02", "last": "def5678", "changed": "2026-03-04"}
-    (folder / "claims.json").write_text(json.dumps({**data, "protocol": fixed}))
+    entry = json.dumps({**data, "protocol": fixed})
+    (folder / "claims.json").write_text(entry)
+    monkeypatch.setattr(report, "git", lambda *words: ["1111111 2026-05-06", "2222222 2026-01-02"] if "log" in words
+                        else ["false"])
     page = report.write_report("quick", folder).read_text(encoding="utf-8")
-    assert "committed with <code>abc1234</code> on 2026-01-02" in page, "the same results keep it"
+    assert "committed with <code>2222222</code> on 2026-01-02" in page, "the whole history knows better"
+    assert "<code>1111111</code>" in page
+    (folder / "claims.json").write_text(entry)
+    monkeypatch.setattr(report, "git", lambda *words: ["1111111 2026-05-06"] if "log" in words else ["true"])
+    page = report.write_report("quick", folder).read_text(encoding="utf-8")
+    assert "committed with <code>abc1234</code> on 2026-01-02" in page, "of a part of the history the results keep it"
     assert "<code>def5678</code>" in page
-    (folder / "claims.json").unlink()
+    monkeypatch.undo()
     monkeypatch.setattr(report.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(OSError("no git")))
+    page = report.write_report("quick", folder).read_text(encoding="utf-8")
+    assert "<code>def5678</code>" in page, "and without git"
+    (folder / "claims.json").unlink()
     page = report.write_report("quick", folder).read_text(encoding="utf-8")
     assert "no commit of docs/protocol.md is known here" in page
     assert json.loads((folder / "claims.json").read_text(encoding="utf-8"))["protocol"] is None

@@ -103,6 +103,21 @@ def test_the_tolerance_of_another_machine():
     assert spotcheck.wrong(old, {**old, "privacy": {"sigma": 1.0, "parts": []}}) == ["privacy"]
 
 
+def test_other_images_are_another_run():
+    """Files differ from version to version; images that are made may round otherwise, and private names have parts."""
+    def record(private, public, data="svhn", images="cifar100+imagenet"):
+        return {"config": {"data": data, "public": images},
+                "data": {"private": {"digest": private}, "public": {"digest": public}}}
+
+    assert spotcheck.same_images(record("a", "b"), record("a", "b"))
+    assert not spotcheck.same_images(record("a", "b"), record("c", "b"))
+    assert not spotcheck.same_images(record("a", "b"), record("a", "c"))
+    assert not spotcheck.same_images(record("a", "b", "utkface-age"), record("c", "b", "utkface-age"))
+    assert spotcheck.same_images(record("a", "b", images="noise"), record("a", "c", images="noise"))
+    assert spotcheck.same_images(record("a", "b", "digits"), record("c", "b", "digits")), "no file"
+    assert not spotcheck.same_images(record("a", "b", "digits"), record("a", "c", "digits"))
+
+
 def test_a_c_that_is_found_on_public_images_may_round_otherwise():
     """dp-ngd-free on two machines: the sixth digit of C differs, and nothing else of what is spent may."""
     spent = {"sigma": 2.0, "q": 0.1, "sensitivity": [1.2638379], "noise_std": [2.5276758]}
