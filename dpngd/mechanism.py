@@ -17,7 +17,9 @@ releases compose as `dpngd.privacy` accounts for them. R and everything after it
     g_i or ||L_j g_i|| not finite      the sample contributes exactly zero, and is counted
     division                           by the expected batch size B, never by the actual one, which is private
     rounding                           c_ij uses C_j (1 - 1e-5): float32 norms are trusted to 1e-5, and samples whose
-                                       sums float32 would round by more are summed in float64
+                                       sums float32 would round by more are summed in float64. s_j is then rounded to
+                                       float32, by up to 2^-24 ||s_j|| <= 2^-24 B C_j: for 1,024 equal samples its
+                                       distance is 1.00004 C_j, for 16,384 it is 1.0006 C_j
     low bits of the release            the noisy sum is formed in float64 and rounded to multiples of a power of two
                                        near 2^-20 of the noise's standard deviation: they carry nothing of the sum's
     sigma = 0                          nothing is added and nothing rounded: not private, for tests

@@ -157,7 +157,10 @@ def gaussian(bits: Tensor) -> Tensor:
 
         r cos(theta), r sin(theta),    r = sqrt(-2 ln u),  u in (0, 1] and theta in [-pi, pi) uniform
     """
-    radius, angle = bits.view(2, -1).double()
-    r = radius.add_(2.0**63).add_(1.0).mul_(2.0**-64).log_().mul_(-2).clamp_(min=0).sqrt_()
-    angle = angle.mul_(math.pi * 2.0**-63)
+    bits, angle = bits.view(2, -1)
+    # The high and the low word apart, added where small numbers still have all of their digits: near -2^63 a float64
+    # has steps of 1024, which would cut the tail off at 2^-55.
+    u = ((bits >> 32) + 2**31).double().mul_(2.0**32).add_((bits & 0xFFFFFFFF).double()).add_(1.0).mul_(2.0**-64)
+    r = u.log_().mul_(-2).clamp_(min=0).sqrt_()
+    angle = angle.double().mul_(math.pi * 2.0**-63)
     return torch.cat([r * angle.cos(), r * angle.sin()])

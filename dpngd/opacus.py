@@ -34,7 +34,13 @@ counted, though nothing came of it.
     an exception or interrupt inside step       its sums are dropped: they never reach a later step
     a virtual batch left unfinished             a new loop over the memory manager's loader drops its sums; in a loop of
                                                 your own (signal_skip_step) call `abandon()`
-    a physical batch without its step           an error at the next step of that loop: its flags are out of order
+    a physical batch without its step           an error at the next step of that loop: its flags are out of order. An
+                                                empty batch needs its step too
+    a pass over the memory manager's loader     an error at a step with another batch, if flags were read ahead for it;
+    that was left                               a new pass, or `abandon()`, drops them
+    a layer frozen, unfrozen or added later     an error: its gradients would be neither clipped nor noised
+    autocast                                    switched off inside step; gradients below float32 are an error, and so
+                                                is a forward pass that made them: each would move with the others
     max_grad_norm or noise_multiplier changed   an error inside a logical batch; between two, the accountant sees it
     more than T steps                           an error, until T is raised: optimizer.T = ...
     the private loader as public                an error
@@ -52,6 +58,7 @@ import dataclasses
 import math
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 
@@ -64,6 +71,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpngd import images
 from dpngd.clamping import AUTO, check_lambda_safe, check_share, dynamic_floor
@@ -192,10 +200,11 @@ class DPNGD(DPOptimizer):
         weight = self.layers[0].like
         x = public_images(made_images(public, shape, seed), private)
         x = x.to(weight) if x.is_floating_point() else x.to(weight.device)
-        with self._hooks_off():
-            check_model(model, x)
-        Sampler.install(module, self.layers)
-        check_opacus(module, self.layers, x, self._hooks_off)
+        with in_training(module):  # as the steps will be: evaluation mode may hide what mixes samples
+            with self._hooks_off():
+                check_model(model, x)
+            Sampler.install(module, self.layers)
+            check_opacus(module, self.layers, x, self._hooks_off)
         labelled = {"labels": labels, "generator": stream(seed, "labels") if labels != "exact" else None}
         self.kfac = KFAC(model, x, span=True, **labelled)  # at theta_0: all of F, for the floor
         with self._hooks_off():
@@ -220,6 +229,7 @@ class DPNGD(DPOptimizer):
         self._in_order = True  # whether the last step came to its end: only then do its sums count
         self._signaller: FrameType | None = None  # the pass over a memory manager's loader whose flags are in the queue
         self._out_of_order: FrameType | None = None  # a pass whose flags no longer belong to its batches
+        self._reader: weakref.ref | None = None  # the loader's iterator that the pass belongs to, where it is found
         self._waiting: int | None = None  # flags in the queue when the last step began
 
     @property
@@ -247,6 +257,10 @@ class DPNGD(DPOptimizer):
             self._move()
         return None
 
+    def _full_precision(self) -> torch.autocast:
+        """Autocast off: norms, sums and the probe's passes would be of 8 bits inside a user's."""
+        return torch.autocast(self.layers[0].like.device.type, enabled=False)
+
     @torch.no_grad()
     def _move(self) -> None:
         """theta <- theta - s d: d is p.grad, or what the wrapped optimizer makes of it."""
@@ -260,7 +274,7 @@ class DPNGD(DPOptimizer):
             direction = {name: before[name] - after[name] for name in params}
             for name, p in params.items():
                 p.copy_(before[name])
-        with self._hooks_off():
+        with self._hooks_off(), self._full_precision():
             s = self.group.first(lambda: self.steps(direction, self._noise_kl)).s
         for name, p in params.items():
             if after is not None and s == 1.0:
@@ -313,19 +327,20 @@ class DPNGD(DPOptimizer):
         if not self._in_order:
             self._drop()
         self._in_order = False
-        left = len(self._step_skip_queue)
-        skip = self._check_skip_next_step()  # first of all: a flag belongs to one call, whatever becomes of it
-        self._check_flags(left)
+        self._check_flags()
+        skip = self._check_skip_next_step()  # a flag belongs to one call, whatever becomes of it
+        self._check_trainable()
         if self.t >= self.T:
             raise UsageError(f"step {self.t + 1} of a run of T = {self.T} steps: the schedule and the budget end at T; "
                              "set optimizer.T to go on, and mind what the accountant says")
-        self.clip_and_accumulate()
-        self._is_last_step_skipped = skip
-        if not skip:
-            if self.step_hook:
-                self.step_hook(self)
-            self.add_noise()
-            self.scale_grad()
+        with self._full_precision():
+            self.clip_and_accumulate()
+            self._is_last_step_skipped = skip
+            if not skip:
+                if self.step_hook:
+                    self.step_hook(self)
+                self.add_noise()
+                self.scale_grad()
         self._in_order = True
         return not skip
 
@@ -334,6 +349,9 @@ class DPNGD(DPOptimizer):
         if not self._in_order:
             self._drop()
         super().zero_grad(set_to_none)
+        for layer in self.layers:  # also what Opacus passes over, because it does not train at the moment
+            for p in layer.params().values():
+                p.grad_sample = None
         if not self._is_last_step_skipped:
             self._sums = self._numbers = None
 
@@ -360,26 +378,46 @@ class DPNGD(DPOptimizer):
         if isinstance(frame.f_locals.get("self"), BatchSplittingSampler) and frame is not self._signaller:
             self.abandon()
             self._signaller, self._out_of_order, self._waiting = frame, None, None
+            self._reader = reader_of(frame)
         super().signal_skip_step(do_skip)
 
-    def _check_flags(self, waiting: int) -> None:
-        """Given the number of skip flags in the queue at a step's begin: an error where they are not its batches'.
+    def _check_flags(self) -> None:
+        """At a step's begin: an error where the skip flags in the queue are not those of the batches to come.
 
-        A loader that reads ahead has the same number of flags waiting at every step, until it has read all. One more
-        is that of a batch that never came to its step: all later flags would be applied to the wrong batches, logical
-        batches would overlap, and a sample could be in one release twice.
+        A pass has a flag for each batch that its sampler gave out. So waiting are that of this batch and those of the
+        batches that the loader's workers read ahead. One more is that of a batch that never came to its step: all
+        later flags would be applied to the wrong batches, logical batches would overlap, and a sample could be in one
+        release twice. One less is a step without a batch of this pass.
         """
         if self._signaller is None:
             return
+        waiting = len(self._step_skip_queue)
         if not waiting:  # a step outside the pass: what the pass left unfinished does not belong to it
-            self._sums = self._numbers = self._signaller = self._out_of_order = None
+            self._sums = self._numbers = self._signaller = self._out_of_order = self._reader = None
             return
-        if self._waiting is not None and waiting > self._waiting:
+        if self._reader is None:  # a loader that is not torch's: as many wait as at the last step, until all are read
+            ordered = self._waiting is None or waiting <= self._waiting
+        else:
+            reader = self._reader()  # None: the pass was left
+            ordered = reader is not None and waiting == 1 + len(getattr(reader, "_task_info", ()))
+        if not ordered:
             self._out_of_order = self._signaller
         self._waiting = waiting
         if self._out_of_order is self._signaller:
-            raise UsageError("a physical batch was interrupted or did not come to its step: what is left of this pass "
-                             "over the loader cannot be used; start a new one (for ... in the memory manager's loader)")
+            raise UsageError("a physical batch was interrupted or did not come to its step (an empty one needs its "
+                             "step too): what is left of this pass over the loader cannot be used; start a new one "
+                             "(for ... in the memory manager's loader), or call optimizer.abandon() before steps with "
+                             "another")
+
+    def _check_trainable(self) -> None:
+        """An error where other parameters train than at construction: they would move by raw private gradients."""
+        ours = {id(p): name for layer in self.layers for name, p in layer.params().items()}
+        now = {id(p) for p in self.params}
+        if now != ours.keys():
+            frozen = [name for key, name in ours.items() if key not in now]
+            what = f"{frozen[0]} was frozen" if frozen else "a parameter was unfrozen or added"
+            raise UsageError(f"{what} after DPNGD was constructed: only what it knows is clipped and gets noise; call "
+                             "make_private and DPNGD again when the trainable layers change")
 
     def clip_and_accumulate(self) -> None:
         """Add the clipped whitened gradients of one physical batch to the sums of the current step."""
@@ -510,6 +548,10 @@ class DPNGD(DPOptimizer):
         for layer in self.layers:
             for name, p in layer.params().items():
                 _check_processed_flag(p.grad_sample)
+                for g in p.grad_sample if isinstance(p.grad_sample, list) else [p.grad_sample]:
+                    if g.dtype not in (torch.float32, torch.float64):
+                        raise UsageError(f"per-sample gradients of {name!r} are {str(g.dtype).removeprefix('torch.')}, "
+                                         "whose rounding changes with the other samples: train without autocast")
                 samples[name] = self._get_flat_grad_sample(p).to(p.dtype)
                 _mark_as_processed(p.grad_sample)
         sizes = {name: len(g) for name, g in samples.items()}
@@ -715,6 +757,30 @@ class LastingBudget(KLBudget):
         if 0 < step.kl < (1 - WITHIN) * self.kappa and step.s > 0:
             self.start = step.s * min(GROWTH, math.sqrt(self.kappa / step.kl))
         return step
+
+
+@contextlib.contextmanager
+def in_training(module: nn.Module) -> Iterator[None]:
+    """A module in evaluation mode is in training mode here. Where the whole is in training mode, its parts stay."""
+    whole = isinstance(module, nn.Module) and not module.training
+    modes = [(m, m.training) for m in module.modules()] if whole else []
+    try:
+        if modes:
+            module.train()
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+
+
+def reader_of(frame: FrameType) -> weakref.ref | None:
+    """The iterator of torch's loader that asks this sampler for a batch: the nearest of the frame's callers."""
+    caller = frame.f_back
+    while caller is not None:
+        if isinstance(reader := caller.f_locals.get("self"), _BaseDataLoaderIter):
+            return weakref.ref(reader)
+        caller = caller.f_back
+    return None
 
 
 def check_numbers(whole: Mapping[str, object], real: Mapping[str, object]) -> None:

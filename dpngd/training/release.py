@@ -89,14 +89,15 @@ def card_of(config: RunConfig, record: Record) -> dict[str, Any]:
                                                     "source": public["source"]},
         "privacy": {
             "epsilon": p["epsilon_prv"], "delta": p["delta"], "accountant": "PRV", "epsilon_rdp": p["epsilon_rdp"],
-            "neighbours": "data sets that differ by one sample added or removed",
+            "neighbours": "training sets that differ by one sample added or removed (after a test part was cut off)",
             "sampling": "Poisson: each sample in each batch with probability q, independently",
             "q": p["q"], "B": p["B"], "T": p["T"], "sigma": p["sigma"],
             "releases": [{"purpose": part["purpose"], "sigma": part["sigma"], "releases": part["releases"]}
                          for part in p["parts"]],
             "noise": "Gaussian, in float64, from the operating system's entropy, rounded to 2^-20 of its deviation",
             "covers": "the weights and this card",
-            "does_not_cover": "a choice of method and settings that looked at the private data; the number of samples",
+            "does_not_cover": "a choice of method and settings that looked at the private data; the number of samples "
+                              "and of classes",
         },
     }
 

@@ -43,6 +43,9 @@ def test_the_tail_reaches_beyond_that_of_float32():
     assert float(x[0]) == pytest.approx(math.sqrt(2 * 64 * math.log(2)), rel=1e-12) == pytest.approx(9.42, abs=0.01)
     assert float(x[3]) == pytest.approx(math.sqrt(2 * 24 * math.log(2)), rel=1e-6)
     assert gaussian(torch.tensor([2**63 - 1, 0])).abs().max() < 1e-7  # u = 1: no nan
+    for k in (1, 3, 511, 513, 2048):  # each word has its radius: float64 has steps of 1024 near -2^63
+        r = float(gaussian(torch.tensor([-(2**63) + k, 0]))[0])
+        assert r == pytest.approx(math.sqrt(2 * (64 * math.log(2) - math.log(k + 1))), rel=1e-12)
 
 
 def test_far_draws_are_as_frequent_as_they_should_be():

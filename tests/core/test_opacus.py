@@ -36,13 +36,15 @@ DATA = TensorDataset(images(N, 1), torch.arange(N) % 5)
 PUBLIC = images(60, 2)
 
 
-def private(sigma: float = 1.0, C: float = 1.0, lr: float = 0.5, seed: int = 7, **options):
+def private(sigma: float = 1.0, C: float = 1.0, lr: float = 0.5, seed: int = 7, workers: int = 0, model=None,
+            **options):
     """What make_private returns, with a noise generator of its own."""
-    model = network()
+    model = model or network()
     engine = PrivacyEngine(accountant="prv")
     model, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr), data_loader=DataLoader(DATA, batch_size=B),
-        noise_multiplier=sigma, max_grad_norm=C, noise_generator=torch.Generator().manual_seed(seed), **options)
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr),
+        data_loader=DataLoader(DATA, batch_size=B, num_workers=workers), noise_multiplier=sigma, max_grad_norm=C,
+        noise_generator=torch.Generator().manual_seed(seed), **options)
     return engine, model, optimizer, loader
 
 
@@ -310,7 +312,7 @@ def interrupted(model, optimizer, x, y):
 
 @pytest.mark.parametrize(("bad", "says"), [(lambda *a: None, "did not come to its step"),
                                            (interrupted, "was interrupted")], ids=["no step", "interrupted"])
-@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_pass_out_of_order_ends(bad, says, at):
     """A flag would be taken for that of the next batch, and logical batches would overlap; the next pass is fine."""
     model, optimizer, loader = natural(poisson_sampling=False)
@@ -319,6 +321,117 @@ def test_a_pass_out_of_order_ends(bad, says, at):
     assert torch.equal(flat(model), flat(network()))
     one_pass(model, optimizer, loader, step, 0)
     assert optimizer.t == N // B
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loader_that_reads_ahead(workers):
+    """Flags of batches that its workers have read ahead wait beside that of the batch at hand."""
+    weights = []
+    for n in (0, workers):
+        model, optimizer, loader = natural(poisson_sampling=False, workers=n)
+        one_pass(model, optimizer, loader, step, 0)
+        assert optimizer.t == N // B
+        weights.append(flat(model))
+    assert torch.equal(*weights)
+    physical = N // B * 4  # of 16 samples, in four parts
+    for at in (0, physical - 3, physical - 2):  # also where the sampler has no more to read
+        model, optimizer, loader = natural(poisson_sampling=False, workers=workers)
+        with pytest.raises(UsageError, match="did not come to its step"):
+            one_pass(model, optimizer, loader, lambda *a: None, at)
+
+
+def test_flags_that_were_read_ahead_are_not_taken_for_those_of_another_loader():
+    """Four plain batches would be one release, clipped four times."""
+    model, optimizer, loader = natural(poisson_sampling=False, workers=1)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as batches:
+        for i, (x, y) in enumerate(batches):
+            if i == 4:
+                break
+            step(model, optimizer, x, y)
+    before = flat(model)
+    with pytest.raises(UsageError, match=r"optimizer\.abandon\(\)"):
+        step(model, optimizer, X, Y)
+    assert torch.equal(flat(model), before)
+    optimizer.abandon()
+    t = optimizer.t
+    step(model, optimizer, X, Y)
+    assert optimizer.t == t + 1, "a step of its own"
+
+
+@pytest.mark.parametrize("late", ["frozen", "unfrozen"])
+def test_what_trains_is_fixed_at_construction(late):
+    """A layer that is unfrozen later would move by its raw gradient; one that is frozen may keep an old batch's."""
+    _, model, optimizer, _ = private()
+    first = model._module[0]
+    first.requires_grad_(late == "frozen")
+    optimizer = DPNGD(optimizer, model, PUBLIC, lambda_safe=1.0, T=5)
+    if late == "unfrozen":
+        step(model, optimizer, X, Y)
+    before = flat(model)
+    first.requires_grad_(late != "frozen")
+    with pytest.raises(UsageError, match=r"(0.weight was frozen|was unfrozen or added) after DPNGD was constructed"):
+        step(model, optimizer, X, Y)
+    assert torch.equal(flat(model), before)
+
+
+def test_a_batch_that_was_never_stepped_leaves_nothing_behind():
+    _, model, optimizer, _ = private()
+    optimizer = DPNGD(optimizer, model, PUBLIC, lambda_safe=1.0, T=5)
+    F.cross_entropy(model(X), Y).backward()
+    model._module[0].requires_grad_(False)
+    optimizer.zero_grad()
+    assert all(p.grad_sample is None for p in model.parameters())
+
+
+AUTOCAST = r"bfloat16, whose rounding .* train without autocast"
+
+
+@pytest.mark.parametrize("where", ["forward pass", "whole step"])
+def test_autocast_is_refused(where):
+    """1.34 C and 1.85 C: a bfloat16 gradient is rounded otherwise in another batch, and so are norms and sums."""
+    model, optimizer, _ = natural()
+    before = flat(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(X), Y)
+        if where == "whole step":
+            loss.backward()
+            with pytest.raises(UsageError, match=AUTOCAST):
+                optimizer.step()
+    if where == "forward pass":
+        loss.backward()
+        with pytest.raises(UsageError, match=AUTOCAST):
+            optimizer.step()
+    assert torch.equal(flat(model), before)
+
+
+def test_a_step_inside_autocast_is_that_of_outside():
+    weights = []
+    for inside in (False, True):
+        model, optimizer, _ = natural()
+        F.cross_entropy(model(X), Y).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            optimizer.step()
+        weights.append(flat(model))
+    assert torch.equal(*weights)
+
+
+class Centred(nn.Module):
+    """Mixes samples, in training mode only."""
+
+    def forward(self, x):
+        return x - x.mean(0) if self.training else x
+
+
+def test_evaluation_mode_at_construction_hides_nothing():
+    torch.manual_seed(0)
+    for kind, says in ((Centred(), "changes with the other samples"), (None, "are not autograd's")):
+        conv = nn.Conv2d(1, 4, 3, padding=1, padding_mode="zeros" if kind else "circular")
+        _, model, optimizer, _ = private(model=nn.Sequential(kind or nn.Identity(), conv, nn.Flatten(),
+                                                             nn.Linear(256, 5)))
+        model.eval()
+        with pytest.raises(UsageError, match=says):
+            DPNGD(optimizer, model, PUBLIC, lambda_safe=1.0, T=5)
+        assert not any(m.training for m in model.modules()), "as it was"
 
 
 @pytest.mark.parametrize("name", ["max_grad_norm", "noise_multiplier"])
