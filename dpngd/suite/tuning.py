@@ -81,7 +81,11 @@ class Candidate:
 
     @property
     def rate(self) -> float:
-        """eta S, the longest Euclidean step before the map back: comparable between settings of one method."""
+        """eta S, the longest Euclidean step before the map back.
+
+        Of DP-NGD it is eta_sgd sqrt(lambda_safe), although its longest step after the map back is the same at every
+        lambda_safe: so the rule for ties takes its lowest floor (docs/protocol.md, log of 2026-11-19).
+        """
         return self.config.eta * largest_norm(vars(self.config))
 
 

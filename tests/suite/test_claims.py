@@ -168,7 +168,7 @@ def test_with_one_cell_that_cannot_be_tested_a_claim_is_not_shown_but_may_be_ref
         return decide("fewer-steps", runs_of(artifact("convergence"), lambda c: curve(
             there, peak=5000 if c.data == "svhn" else 400)(c)))
 
-    shown, refuted = row(30), row(200)
+    shown, refuted = row(30), row(300)
     assert shown["word"] == "inconclusive"
     assert shown["ours"].startswith("1 of 1 hold after Holm, 1 not testable here: cifar10")
     assert claims.without_tally(shown["ours"]).startswith("cifar10")

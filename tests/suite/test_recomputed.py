@@ -173,7 +173,7 @@ def fewer_steps(records):
         T = np.array(sorted({r["config"]["T"] for r in here}))
         seeds = sorted({r["config"]["seed"] for r in here})
         table = np.array([[[accuracy(pick(here, method=m, T=int(t))[s]) for s in seeds] for t in T]
-                          for m in (*BASELINES, "dp-ngd")])
+                          for m in ("dp-sgd-pt", "adadps", "dp-ngd")])  # those of the paper's figure
 
         def ratio(chosen, T=T, table=table):
             mean = table[:, :, chosen].mean(2)
