@@ -178,6 +178,9 @@ def leading(row: Mapping[str, Any]) -> str:
             f"accurate than every baseline in every cell is **{claims.worded(row)}**.")
 
 
+OTHER = {False: "claim", True: "other claim"}  # the main ones are told before
+
+
 def abstract(data: Mapping[str, Any]) -> list[str]:
     """Five sentences from the rows of the claims: nothing in them but their words and numbers. **Text** is bold."""
     rows = {row["id"]: row for row in data["claims"]}
@@ -210,8 +213,8 @@ def abstract(data: Mapping[str, Any]) -> list[str]:
         unsure = f"; {len(same)} {shows} no difference ({'; '.join(same)})" if same else ""
         unsure += "".join(f"; {counts[word]} {'is' if counts[word] == 1 else 'are'} {word}"
                           for word in (stats.INCONCLUSIVE, stats.NOT_TESTABLE, stats.NOT_RUN) if word in counts)
-        fourth = f"{story.refuted(data['claims']).rstrip('.')}{unsure}." if against else \
-            f"No claim of the paper is refuted here{unsure}."
+        others = story.refuted(data["claims"]).rstrip(".")
+        fourth = f"{others or f'No {OTHER[bool(against)]} of the paper is refuted here'}{unsure}."
     main = rows["best-everywhere"]
     second = f"{leading(main)} {told('stricter-larger')}" if main["held"] is not None and story.by_cell(main) else \
         told("best-everywhere", "stricter-larger")

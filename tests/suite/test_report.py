@@ -165,7 +165,11 @@ def test_the_abstract_has_five_sentences_of_the_claims(folder):
     rows["exponent"]["brief"] = "-1.4 points"
     said = report.abstract(data)
     assert said[3].startswith("Refuted here: “The exponent p hardly matters” (-1.4 points); 1 is inconclusive")
+    rows["best-everywhere"]["word"] = "refuted"
+    assert report.abstract(data)[3].startswith("Also refuted here: “The exponent p hardly matters” (-1.4 points)")
     rows["exponent"]["word"] = "equivalent"
+    assert report.abstract(data)[3].startswith("No other claim of the paper is refuted here; 1 shows no difference")
+    rows["best-everywhere"]["word"] = "inconclusive"
     assert report.abstract(data)[3].startswith("No claim of the paper is refuted here; 1 shows no difference (The "
                                                "exponent p hardly matters); 1 is inconclusive")
 
