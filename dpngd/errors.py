@@ -69,3 +69,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except BrokenPipeError:  # the reader went away (`... | head`): not an error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the final flush has somewhere to go
         return 141
+    except OSError as error:  # a full disk, a folder that is read-only, a folder where a file should be
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}; make room there, or name a place that can be read and written",
+              file=sys.stderr)
+        return 2

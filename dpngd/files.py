@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from dpngd.errors import UsageError
 
 
 def write_atomically(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:
@@ -37,6 +40,14 @@ def write_atomically(path: Path, content: str | bytes | Callable[[IO[bytes]], ob
         os.fsync(folder)  # the name itself is data of the folder
     finally:
         os.close(folder)
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """What a JSON file holds; a UsageError where it is damaged or cut short."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path.parent.name}/{path.name} is damaged or cut short ({error}): {remedy}") from None
 
 
 def finite_or_none(value: float | None) -> float | None:

@@ -45,8 +45,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError(f"--seconds is {args.seconds:g}: it must be above 0")
     if args.jobs < 1:
         raise UsageError(f"--jobs is {args.jobs}: it must be at least 1")
-    if args.seed < 0:
-        raise UsageError(f"--seed is {args.seed}: it must be at least 0")
+    if not 0 <= args.seed < 2**53:  # a method's own seed is 1000 times as large, and must be below 2^63
+        raise UsageError(f"--seed is {args.seed}: it must be from 0 to below 2**53")
+    if args.figure is not None and not args.figure.absolute().parent.is_dir():
+        raise UsageError(f"--figure {args.figure}: there is no folder {args.figure.parent}, make it first")
     if args.release is not None and not args.release.is_dir():
         raise UsageError(f"--release {args.release} is not a folder: give the one that `dpngd train --release` wrote")
     return args

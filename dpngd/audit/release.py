@@ -71,7 +71,20 @@ def _header(path: Path) -> tuple[dict, bytes]:
     size = struct.unpack("<Q", raw[:8])[0] if len(raw) >= 8 else len(raw)
     if size > len(raw) - 8:
         raise UsageError(f"{path.name} is not a safetensors file: its header ends beyond the file")
-    return json.loads(raw[8 : 8 + size]), raw[8 + size :]
+    try:
+        header, data = json.loads(raw[8 : 8 + size]), raw[8 + size :]
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        spans = sorted(tuple(entry["data_offsets"]) for entry in tensors)
+        sized = all(hi - lo == math.prod(e["shape"]) * int(e["dtype"].strip("BFIU")) // 8
+                    for e in tensors for lo, hi in [e["data_offsets"]] if e["dtype"] in TYPES)
+        ends = [0, *(hi for _, hi in spans)]
+        whole = sized and ends[-1] == len(data) and all(lo == end for (lo, _), end in zip(spans, ends, strict=False))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise UsageError(f"{path.name} is not a whole safetensors file (cut short, or with bytes that no tensor has): "
+                         "write the release again")
+    return header, data
 
 
 def _bad_tensors(header: dict, data: bytes) -> Iterator[str]:

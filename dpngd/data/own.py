@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import lzma
 import math
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -84,8 +86,8 @@ def _located(name: str, labelled: bool) -> tuple[str, Path, tuple[int, int]]:
     if kind == "npz":
         if path.is_dir():
             raise UsageError(f"{path} is a folder: write folder:{path} for a folder of images")
-        if not path.exists():
-            raise UsageError(f"{path}: there is no such file")
+        if not path.is_file():
+            raise UsageError(f"{path}: there is no such file" if not path.exists() else f"{path} is no plain file")
     elif not path.is_dir():
         raise UsageError(f"{path} is not a folder of images")
     return kind, path, size
@@ -160,7 +162,8 @@ def _check_headers(path: Path, labelled: bool) -> tuple[str, ...]:
             for key, (shape, dtype) in headers.items():
                 if not dtype.hasobject and math.prod(shape) * dtype.itemsize > members[key].file_size:
                     raise UsageError(f"{path}: {key} claims more than the file holds: damaged")
-    except (zipfile.BadZipFile, OSError, ValueError, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, ValueError, EOFError, NotImplementedError,
+            RuntimeError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"{path} cannot be read as .npz ({first_line(error)}): make it with numpy.savez") from None

@@ -126,7 +126,7 @@ def split(arrays: Arrays) -> Arrays:
     n = len(arrays["x"])
     held = round(0.1 * n)
     if not held:
-        raise UsageError(f"{n} images are too few to take a tenth as the test set: at least 5 are needed")
+        raise UsageError(f"{n} images are too few to take a tenth as the test set: at least 6 are needed")
     mixed = torch.randperm(n, generator=stream(SPLIT_SEED, "data/own/split")).numpy()
     parts = {"test": np.sort(mixed[:held]), "train": np.sort(mixed[held:])}
     if len(np.unique(arrays["y"][parts["train"]])) < len(np.unique(arrays["y"])):

@@ -60,10 +60,20 @@ def execute(notebook: str, parameters: Mapping[str, Any], folder: Path, *, timeo
     return outcome
 
 
+def written(path: Path) -> tuple[int, int] | None:
+    """What tells two versions of a file apart that are each written as a whole; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def _execute(notebook: str, parameters: Mapping[str, Any], folder: Path, timeout: float, html: bool,
              source: Path, more: Mapping[str, str]) -> Execution:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{notebook}.json").unlink(missing_ok=True)  # an old entry must not pass for this run's
+    entry = folder / f"{notebook}.json"
+    before = written(entry)  # an old entry must not pass for this run's, and stays where this run fails
     started, peak = time.perf_counter(), 0.0
     env = {**os.environ, **THREADS, "DPNGD_FIGURES": str(folder.resolve()), "PYTHONPATH": str(paths.ROOT),
            "PYDEVD_DISABLE_FILE_VALIDATION": "1", **more}
@@ -93,7 +103,7 @@ def _execute(notebook: str, parameters: Mapping[str, Any], folder: Path, timeout
         if not error and process.returncode:
             log.seek(0)
             error = last_line(log.read().decode(errors="replace")) or f"exit code {process.returncode}"
-    if not error and not (folder / f"{notebook}.json").exists():
+    if not error and written(entry) in (None, before):
         error = "it left no entry for the report: its last cell must call study.provenance()"
     return Execution(notebook, time.perf_counter() - started, peak / 2**20, error)
 

@@ -48,6 +48,8 @@ def read_params(name: str) -> dict[str, Any]:
     path = paths.PARAMS / f"{name}.yaml"
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (ValueError, TypeError, RecursionError) as error:  # not UTF-8, a date that is none, a list as a key
+        raise UsageError(f"{path.name} cannot be read ({error}): correct it") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""

@@ -27,8 +27,9 @@ from dpngd.suite.execute import Execution, execute
 from dpngd.suite.executors import Executor
 from dpngd.suite.params import SEARCHES
 from dpngd.suite.profiles import Profile
+from dpngd.suite.spotcheck import missing_data, needs
 from dpngd.suite.store import Store
-from dpngd.suite.study import ARTIFACTS, CHOICES, PARAMETERS, configs
+from dpngd.suite.study import ARTIFACTS, CHOICES, PARAMETERS, check_parameters, configs
 from dpngd.training.config import RECORD_VERSION, RunConfig, key_of
 
 LONG_PLAN = 3600.0  # seconds of one core: a longer plan is trained artifact by artifact
@@ -54,7 +55,7 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
 def notebook_name(name: str) -> str:
     """The notebook of this name, or of this number (01, 1)."""
     stem = name.removesuffix(".ipynb").removeprefix("notebooks/")
-    found = [n for n in ARTIFACTS if n == stem or (stem.isdigit() and n.startswith(f"{int(stem):02d}_"))]
+    found = [n for n in ARTIFACTS if n == stem or (stem.isdecimal() and n.startswith(f"{int(stem):02d}_"))]
     if not found:
         raise unknown("notebook", name, ARTIFACTS)
     return found[0]
@@ -70,13 +71,14 @@ def parameter(text: str) -> tuple[str, Any]:
         raise UsageError(f"--param {name}: there is an option for it, --{name}")
     try:
         return name, yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: 2026-13-45 looks like a date, and is none
         raise UsageError(f"--param {text!r}: its value is not YAML") from None
 
 
 def main(args: argparse.Namespace) -> int:
     """Do what the options of `command.run` say; the exit code is 1 where a run or a notebook failed."""
     args = check(args)
+    check_parameters(args.profile, {**dict.fromkeys(CHOICES), **args.params}, True, args.jobs)
     wanted = {name: configs(name, args.profile, **args.params) for name in args.only}
     if not (args.refresh or args.export):
         check_version(Store(args.profile.name))
@@ -96,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
     train = args.train or args.refresh or args.shard or not Store(args.profile.name).shipped_path.exists()
     if train:
         check_tuned(args.profile, runs_of(wanted))
-    store = prepare_store(args)
+    store = prepare_store(args, runs_of(wanted))
     if args.shard:
         return train_shard(wanted, store, args)
     progress.say(first_line(wanted, store, args, train))
@@ -167,11 +169,15 @@ def export(profile: profiles.Profile, store: Store) -> str:
     return f"results/{store.shipped_path.name}: {len(found)} of {len(wanted)} runs"
 
 
-def prepare_store(args: argparse.Namespace) -> Store:
+def prepare_store(args: argparse.Namespace, runs: list[RunConfig]) -> Store:
     store = Store(args.profile.name, read_shipped=False if args.refresh else None)
     if args.refresh:
         os.environ["DPNGD_REFRESH"] = "1"  # for the notebooks' processes
-        store.clear()
+        store.prepare()
+        if missing := missing_data(set().union(*(needs(c.canonical()) for c in runs))):
+            raise UsageError(f"--refresh: {', '.join(missing)} not found, so these runs could not be trained again; "
+                             "`dpngd data fetch NAME` gets one or says how; or set DPNGD_DATA")
+        store.clear(c.key() for c in runs)
     return store
 
 

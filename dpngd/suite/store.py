@@ -82,7 +82,8 @@ class Store:
         if not self.shipped_path.exists():
             return records
         # Not splitlines: it would also cut at separators that a JSON text may hold.
-        for number, line in enumerate(self.shipped_path.read_text(encoding="utf-8").split("\n"), start=1):
+        text = self.shipped_path.read_text(encoding="utf-8", errors="replace")  # a bad byte damages its line only
+        for number, line in enumerate(text.split("\n"), start=1):
             if not line:
                 continue
             try:
@@ -176,14 +177,20 @@ class Store:
         self.__dict__.pop("shipped", None)
         return self.shipped_path
 
-    def clear(self) -> int:
-        """Forget the records computed here (not the shipped ones), and runs half done; how many records there were."""
-        paths = list(self.folder.glob("*.json"))
-        for path in paths:
-            path.unlink(missing_ok=True)
-        for folder in self.folder.glob("*.ckpt"):
-            shutil.rmtree(folder, ignore_errors=True)
-        return len(paths)
+    def clear(self, keys: Iterable[str] | None = None) -> int:
+        """Forget the records computed here (not the shipped ones) of these runs, or of all, and what of them is half
+        done; how many records there were. A record is kept as <key>.json.before. A run that a process is computing
+        stays as it is."""
+        names = {p.name.partition(".")[0] for p in (*self.folder.glob("*.json"), *self.folder.glob("*.ckpt"))}
+        count = 0
+        for key in names if keys is None else names & set(keys):
+            with self.claim(key) as mine:
+                if mine:
+                    shutil.rmtree(self.checkpoint(key), ignore_errors=True)
+                    if self.path(key).exists():
+                        os.replace(self.path(key), self.path(key).with_name(f"{key}.json.before"))
+                        count += 1
+        return count
 
     @contextlib.contextmanager
     def claim(self, key: str) -> Iterator[bool]:
@@ -273,7 +280,11 @@ def decode(line: str) -> dict:
         raise Damaged("not a whole record") from None
     if not complete or record.get("status") not in STATUSES:
         raise Damaged("key, config or status is wrong")
-    if not _is_of_text(checksum, line) and checksum != _checksum(record):
+    try:
+        whole = _is_of_text(checksum, line) or checksum == _checksum(record)
+    except ValueError:  # NaN or half a character, which `encode` never writes
+        whole = False
+    if not whole:
         raise Damaged("its checksum differs")
     return record
 

@@ -24,7 +24,7 @@ from IPython.display import HTML, Image, Markdown, display
 from matplotlib.figure import Figure
 
 from dpngd.errors import UsageError, unknown
-from dpngd.files import write_atomically
+from dpngd.files import read_json, write_atomically
 from dpngd.methods import METHODS
 from dpngd.suite import claims, paths, plots, profiles, stats, story, sweep
 from dpngd.suite.params import SEARCHES
@@ -316,7 +316,7 @@ def hardware(where: Mapping[str, Any]) -> str:
 
 def bench_report() -> dict[str, Any] | None:
     """What `dpngd bench --json > results/bench.json` left; None where that was not run."""
-    return json.loads(paths.BENCH.read_text(encoding="utf-8")) if paths.BENCH.exists() else None
+    return read_json(paths.BENCH, "write it again, or `git checkout` it") if paths.BENCH.exists() else None
 
 
 def bench_table() -> pd.DataFrame | None:

@@ -461,6 +461,9 @@ def search(name: str, store: Store, jobs: int = 2, searches: Sequence[str] = SEA
 def write_chosen(name: str, found: Plan) -> None:
     """params/tuned/<profile>.yaml and <profile>-trials.yaml, of the data sets that are done; nothing where none is."""
     digest = params.digest(profiles.untuned(name).settings)
+    stored = params.written(name)
+    if stored.get("digest") == digest and not stored.get("eta_sgd", {}).keys() <= found.done:
+        return  # a stored trial is gone or damaged: what it decided stays until it can be decided again
 
     def done(by_place: Mapping[str, Any]) -> dict[str, Any]:
         return {where: rows for where, rows in by_place.items() if where in found.done}
@@ -487,10 +490,12 @@ class _Dumper(yaml.SafeDumper):
         return True  # anchors would make the file hard to read
 
 
-def train_trials_of_shard(name: str, store: Store, jobs: int, part: str, gated: bool = False) -> str:
+def train_trials_of_shard(name: str, store: Store, jobs: int, part: str, gated: bool = False,
+                          searches: Sequence[str] = SEARCHES) -> str:
     """Train one part of the trials that can be run now. It chooses nothing: that needs the trials of all parts."""
     profile = profiles.untuned(name)
-    mine = sweep.shard(gate(profile, store.get)[1] if gated else search_plan(name, store.get).missing, part)
+    mine = sweep.shard(gate(profile, store.get)[1] if gated else search_plan(name, store.get, searches).missing,
+                       part)
     sweep.ensure(mine, store=store, jobs=jobs, seconds=profile.seconds)
     return (f"shard {part}: its {len(mine)} trials are stored; when all shards have ended, `dpngd tune {name}"
             f"{' --gate' if gated else ''}` chooses among them and goes on with the next round")
@@ -518,18 +523,20 @@ def told(name: str, found: Plan) -> str:
 
 def main(args: argparse.Namespace) -> int:
     """Search, unless only `--show` is asked for, and print what won."""
+    only = args.only or SEARCHES
+    for name in set(only) - set(SEARCHES):
+        raise unknown("search", name, SEARCHES)
+    if args.only and args.gate:
+        raise UsageError("--only beside --gate: the gate is no search; give one of them")
     store = Store(args.profile)
     if args.shard:
-        print(train_trials_of_shard(args.profile, store, args.jobs, args.shard, args.gate))
+        print(train_trials_of_shard(args.profile, store, args.jobs, args.shard, args.gate, only))
         return 0
     if args.gate:
         profile = profiles.untuned(args.profile)
         found = gate(profile, store.get)[0] if args.show else run_gate(args.profile, store, args.jobs)
         print(gate_text(profile, found))
         return 0
-    only = args.only or SEARCHES
-    for name in set(only) - set(SEARCHES):
-        raise unknown("search", name, SEARCHES)
     found = search_plan(args.profile, store.get) if args.show else search(args.profile, store, args.jobs, only)
     print(told(args.profile, found))
     if not args.show:

@@ -32,11 +32,15 @@ as many more as the run is killed, and whoever kills it may have seen what it wr
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
 import logging
+import os
+import tempfile
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,8 +133,16 @@ class Checkpoint:
         """Make the folder, and remove what a process that was killed while writing left there."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.path.parent).close()  # not only after the first `every` steps
         except OSError as error:
             raise UsageError(f"{self.path.parent} cannot hold checkpoints ({error.strerror}): name a folder") from None
+        lock = os.open(self.path.parent, os.O_RDONLY)  # the kernel's lock on the folder: free once the process ended
+        weakref.finalize(self, os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{self.path.parent} holds the checkpoint of a run that is going on: name another "
+                             "folder") from None
         for path in self.path.parent.glob(".tmp-*"):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > 60:  # a younger one may be of a process that is still there

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import dpngd
 from dpngd.errors import UsageError
+from dpngd.files import write_atomically
 from dpngd.methods import method
 from dpngd.training.config import RunConfig
 
@@ -36,6 +37,8 @@ FORMAT = 1
 
 def check_place(out: str | Path) -> None:
     """Before anything is computed: OUT is new, its parent is there, and weights can be written."""
+    if not str(out):
+        raise UsageError("the release has no name: name a new folder")
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already: name a new folder for the release")
@@ -52,25 +55,47 @@ def release(config: RunConfig, out: str | Path, *, progress: Progress | None = N
 
     Of a `group` of processes the first one writes.
     """
-    check_place(out)
-    from safetensors.torch import save
-
+    from dpngd.group import ALONE
     from dpngd.training.train import train
 
-    trained = train(config, noise="secret", progress=progress, **({"group": group} if group else {}))
-    if trained.record.status != "ok":  # a function of the weights alone, which are what is released
-        raise UsageError(f"the weights are not finite after step {trained.record.steps} of {config.T}: nothing was "
-                         "written; lower eta (the budget is spent all the same)")
-    card = card_of(config, trained.record)
-    if group and group.rank:
-        return card
+    mark = Path(out) / ".unfinished"
+    (group or ALONE).first(lambda: reserve(out, mark))  # before any budget is spent
+    from safetensors.torch import save
+
+    try:
+        trained = train(config, noise="secret", progress=progress, **({"group": group} if group else {}))
+        if trained.record.status != "ok":  # a function of the weights alone, which are what is released
+            raise UsageError(f"the weights are not finite after step {trained.record.steps} of {config.T}: nothing was "
+                             "written; lower eta (the budget is spent all the same)")
+        card = card_of(config, trained.record)
+        if group and group.rank:
+            return card
+    except BaseException:  # also an interrupt: nothing was written
+        if not group or group.rank == 0:
+            mark.unlink(missing_ok=True)
+            mark.parent.rmdir()
+        raise
     weights = {name: value.detach().cpu().contiguous() for name, value in trained.model.state_dict().items()}
     folder = Path(out)
-    folder.mkdir(exist_ok=True)
-    (folder / "weights.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
-    (folder / "card.json").write_text(json.dumps(card, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(markdown(card), encoding="utf-8")
+    try:
+        write_atomically(folder / "weights.safetensors", save(weights, metadata={"format": "pt"}))
+        write_atomically(folder / "card.json", json.dumps(card, indent=1, allow_nan=False) + "\n")
+        write_atomically(folder / "README.md", markdown(card))
+        mark.unlink()
+    except OSError as error:
+        raise UsageError(f"{folder} could not be written ({error.strerror}): it is no release, delete it (the budget "
+                         "is spent all the same)") from None
     return card
+
+
+def reserve(out: str | Path, mark: Path) -> None:
+    """Make OUT ours: it can be written to, and no other process releases into it."""
+    check_place(out)
+    try:
+        Path(out).mkdir(exist_ok=True)
+        mark.touch(exist_ok=False)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be used for a release ({error.strerror}): name a new folder") from None
 
 
 def card_of(config: RunConfig, record: Record) -> dict[str, Any]:

@@ -128,6 +128,8 @@ def train(config: RunConfig, *, noise: str = "seeded", progress: Progress | None
                 with clock.phase("step"):  # post-processing: public images, released weights and the release
                     d = per_sample.to_params(release.direction)
                     s = group.first(partial(built.steps, d, built.noise_kl)).s
+                    if not abs(s) <= torch.finfo(torch.float32).max:
+                        raise FloatingPointError(f"a step of length {s}")
             except FloatingPointError:
                 log.diverged()
                 break

@@ -222,6 +222,17 @@ def test_a_faulty_release_fails(tmp_path, card, tensors, test):
     assert failures(write_release(tmp_path / "out", card, tensors)) == [test]
 
 
+@pytest.mark.parametrize("change", [lambda raw: raw[:-4], lambda raw: raw + b"leak",
+                                    lambda raw: raw[:9] + b"!" + raw[10:],
+                                    lambda raw: raw.replace(b'"F32"', b'"F16"')])
+def test_weights_that_are_cut_or_hold_more_are_refused(tmp_path, change):
+    folder = write_release(tmp_path / "out")
+    path = folder / "weights.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+    (failed,) = audit.audit_release(folder).failures
+    assert "not a whole safetensors file" in failed.line()
+
+
 def test_other_files_in_a_release_are_named(tmp_path):
     folder = write_release(tmp_path / "out")
     (folder / "state.pt").write_bytes(b"x")

@@ -126,6 +126,20 @@ def test_a_notebook_without_an_entry_has_failed_even_if_an_old_one_lies_there(tm
     (out / "x.json").write_text("{}")
     outcome = execute("x", {}, out, timeout=LIMIT, source=notebook(tmp_path, "1"))
     assert "left no entry" in outcome.error
+    assert (out / "x.json").read_text() == "{}", "the report keeps what it had"
+
+
+def test_a_refresh_forgets_only_what_it_can_train_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "STORE", tmp_path / "store")
+    monkeypatch.setenv("DPNGD_REFRESH", "")  # the command sets it: it is put back afterwards
+    monkeypatch.setattr(run, "missing_data", lambda names: sorted(names))
+    store = Store("cpu", read_shipped=False)
+    kept = profiles.load("cpu").configs("utility_table")[:3]
+    for config in kept:
+        store.put(config, {"status": "ok", "accuracy": 0.5})
+    with pytest.raises(UsageError, match=r"--refresh: .*svhn.* not found, so these runs could not be trained again"):
+        command.run(["--profile", "cpu", "--refresh", "--only", "01", "-p", "datasets=[svhn]"])
+    assert all(Store("cpu", read_shipped=False).get(config) for config in kept)
 
 
 def test_failures_are_collected_and_make_the_exit_code_1(tmp_path, monkeypatch, capsys):

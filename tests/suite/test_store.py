@@ -134,7 +134,9 @@ def test_export_is_sorted_by_config_stable_and_read_first(store):
     store.put(config(3), {**RECORD, "accuracy": [0.0]})
     assert fresh(store).get(config(3))["accuracy"] == RECORD["accuracy"]
     assert fresh(store, read_shipped=False).get(config(3))["accuracy"] == [0.0]
-    assert store.clear() == 5
+    assert store.clear([config(3).key(), "of no run"]) == 1
+    assert store.clear() == 4
+    assert len(list(store.folder.glob("*.json.before"))) == 5, "kept beside"
     assert fresh(store).get(config(3))["accuracy"] == RECORD["accuracy"]
 
 
@@ -179,6 +181,10 @@ def test_a_damaged_shipped_line_is_named_and_the_others_are_used(store, caplog):
     assert [again.get(config(seed)) is None for seed in range(3)] == [False, True, False]
     assert list(again.damaged) == ["quick.jsonl line 2"]
     assert "quick.jsonl line 2" in caplog.text
+    for bad in (lines[1].encode().replace(b"0.975", b"0.9\xe9"), lines[1].encode().replace(b"0.975", b"NaN")):
+        store.shipped_path.write_bytes(b"\n".join([lines[0].encode(), bad, lines[2].encode(), b""]))
+        again = fresh(store)
+        assert [again.get(config(seed)) is None for seed in range(3)] == [False, True, False]
 
 
 NUMBERS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)

@@ -282,6 +282,25 @@ def test_a_data_set_is_written_when_all_of_it_is_chosen(mine, monkeypatch):
     assert {(c.method, c.epsilon) for c in found.missing} == {("dp-sgd", 1), ("dp-sgd", 8)}
 
 
+def test_a_damaged_trial_does_not_take_back_what_was_chosen(mine, monkeypatch):
+    search(mine, monkeypatch, lambda c: near(c, 1.0))
+    before = params.written("mine")
+    assert before["eta_sgd"]
+    first = load("mine").trials("dp-sgd", "cifar10", 1)[0][1]
+    mine.path(first.key()).unlink()
+    found = tuning.search_plan("mine", mine.get)
+    assert not found.done
+    tuning.write_chosen("mine", found)
+    assert params.written("mine") == before
+
+
+def test_only_and_gate_exclude_each_other(mine):
+    for argv, says in ((["--gate", "--only", "tuning"], "the gate is no search"),
+                       (["--only", "nonsense"], "unknown search")):
+        with pytest.raises(UsageError, match=says):
+            command.tune(["mine", *argv])
+
+
 def test_another_networks_search_begins_when_the_first_is_complete(mine, monkeypatch):
     state(TWO_NETWORKS)
     assert {c.model for c in tuning.search_plan("mine", mine.get).missing} == {"wrn-16-4"}, "the profile's own"

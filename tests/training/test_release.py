@@ -141,6 +141,29 @@ def test_two_releases_differ_and_the_place_must_be_new(tmp_path):
         release(config(), tmp_path / "none" / "a")
 
 
+def test_a_place_is_taken_before_the_budget_is_spent(tmp_path, monkeypatch):
+    """Two processes, one folder: the second would replace weights of which somebody has read the card."""
+    from dpngd.training import release as module
+
+    monkeypatch.setattr("dpngd.training.train.train", lambda *a, **k: pytest.fail("trained"))
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(module, "check_place", lambda out: None)  # both looked at the same time
+    (tmp_path / "out" / ".unfinished").touch()
+    with pytest.raises(UsageError, match="out cannot be used for a release"):
+        release(config(), tmp_path / "out")
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="the release has no name"):
+        release(config(), "")
+
+    def interrupted(*a, **k):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dpngd.training.train.train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        release(config(), tmp_path / "new")
+    assert not (tmp_path / "new").exists(), "nothing is left"
+
+
 def test_weights_that_are_not_finite_are_not_written(tmp_path):
     with pytest.raises(UsageError, match=r"the weights are not finite after step .* of 3: nothing was written"):
         release(config(eta=1e38, C=1e6), tmp_path / "out")
