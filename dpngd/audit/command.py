@@ -31,7 +31,7 @@ def declare(p: argparse.ArgumentParser) -> None:
     p.add_argument("--seed", type=int, default=0, help="seed of what the audit draws (default 0)")
     p.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="methods at a time (default 2)")
     p.add_argument("--json", action="store_true",
-                   help="print all of it as JSON: `> results/audit.json` stores it for table and figure")
+                   help="print all of it as JSON: as results/audit.json it is in the report")
     p.add_argument("--figure", type=Path, metavar="FILE", help="draw the canary's scores (needs matplotlib)")
 
 

@@ -4,7 +4,7 @@ Machines are noisy, so what counts is ratios of medians from rounds in which eve
 of a curvature refresh is measured apart and amortised: a step on b samples carries b / (T_cur * amortise_batch) of it.
 Peak memory is measured in a fresh process per contender.
 
-    dpngd bench --full --json > results/bench.json
+    dpngd bench --full --json > new.json && mv new.json results/bench.json
 
 is all that the report shows and docs/speed.md explains: every network with all cores' threads and with one, memory, how
 cost grows, and what a machine does in an hour. On a machine that others use as well, `--clock cpu --threads 1` counts
