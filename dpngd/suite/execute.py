@@ -60,7 +60,7 @@ def execute(notebook: str, parameters: Mapping[str, Any], folder: Path, *, timeo
     return outcome
 
 
-def written(path: Path) -> tuple[int, int] | None:
+def version_of(path: Path) -> tuple[int, int] | None:
     """What tells two versions of a file apart that are each written as a whole; None where there is none."""
     try:
         found = path.stat()
@@ -73,7 +73,7 @@ def _execute(notebook: str, parameters: Mapping[str, Any], folder: Path, timeout
              source: Path, more: Mapping[str, str]) -> Execution:
     folder.mkdir(parents=True, exist_ok=True)
     entry = folder / f"{notebook}.json"
-    before = written(entry)  # an old entry must not pass for this run's, and stays where this run fails
+    before = version_of(entry)  # an old entry must not pass for this run's, and stays where this run fails
     started, peak = time.perf_counter(), 0.0
     env = {**os.environ, **THREADS, "DPNGD_FIGURES": str(folder.resolve()), "PYTHONPATH": str(paths.ROOT),
            "PYDEVD_DISABLE_FILE_VALIDATION": "1", **more}
@@ -103,7 +103,7 @@ def _execute(notebook: str, parameters: Mapping[str, Any], folder: Path, timeout
         if not error and process.returncode:
             log.seek(0)
             error = last_line(log.read().decode(errors="replace")) or f"exit code {process.returncode}"
-    if not error and written(entry) in (None, before):
+    if not error and version_of(entry) in (None, before):
         error = "it left no entry for the report: its last cell must call study.provenance()"
     return Execution(notebook, time.perf_counter() - started, peak / 2**20, error)
 

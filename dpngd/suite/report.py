@@ -31,7 +31,7 @@ from dpngd.suite.params import deviations, published
 from dpngd.suite.store import Store
 from dpngd.suite.study import ARTIFACTS, bench_report, configs, results_stamp
 
-AGAIN = "write it again, or `git checkout` it"
+REMEDY = "write it again, or `git checkout` it"
 
 
 def entries(folder: Path) -> dict[str, dict]:
@@ -40,7 +40,7 @@ def entries(folder: Path) -> dict[str, dict]:
     for notebook in ARTIFACTS:
         path = folder / f"{notebook}.json"
         if path.exists():
-            found[notebook] = read_json(path, AGAIN)
+            found[notebook] = read_json(path, REMEDY)
     return found
 
 
@@ -131,7 +131,7 @@ def protocol(folder: Path, stamp: str) -> dict[str, str] | None:
     Asked of git, and kept in claims.json: drawn again from the same results where there is no git, or only a part of
     the history, the page says the same. None where no commit is known; uncommitted changes are never named."""
     path = folder / "claims.json"
-    kept = read_json(path, AGAIN) if path.exists() else {}
+    kept = read_json(path, REMEDY) if path.exists() else {}
     known = kept.get("protocol") if kept.get("stamp") == stamp else None
     lines = git("log", "--follow", "--format=%h %cs", "--", "docs/protocol.md")
     if not lines or (known and git("rev-parse", "--is-shallow-repository") != ["false"]):
@@ -329,10 +329,10 @@ def audit_part(folder: Path) -> dict[str, Any] | None:
         return None
     from dpngd.suite import figures, plots, tables
 
-    stored = read_json(paths.AUDIT, AGAIN)
+    stored = read_json(paths.AUDIT, REMEDY)
     found: dict[str, Any] = {"tables": [saved(folder, *tables.audit(stored))], "canary": None}
     if paths.SELF_TEST.exists():
-        leaks = read_json(paths.SELF_TEST, AGAIN)
+        leaks = read_json(paths.SELF_TEST, REMEDY)
         found["tables"].append(saved(folder, *tables.self_test(leaks)))
     if stored.get("canary"):
         plots.save(figures.canary(stored), folder, "audit_canary")
@@ -432,7 +432,7 @@ NO_RUNS = "No runs of this edition yet."
 def current(profile: str) -> dict[str, Any]:
     """What figures/<profile>/claims.json holds; every claim as not run where there is none of this edition."""
     path = paths.FIGURES / profile / "claims.json"
-    found = read_json(path, AGAIN) if path.exists() else {}
+    found = read_json(path, REMEDY) if path.exists() else {}
     if found.get("edition") == claims.EDITION:
         return found
     return {"profile": profile, "stamp": NO_RUNS,
@@ -473,7 +473,7 @@ def main(args: argparse.Namespace) -> int:
         if not path.exists():
             raise UsageError(f"figures/{args.profile}/claims.json is missing: run dpngd run --profile "
                              f"{args.profile}")
-        left = read_json(path, AGAIN)
+        left = read_json(path, REMEDY)
         if left.get("edition") != claims.EDITION:
             raise UsageError(f"figures/{args.profile}/claims.json is of another edition: run dpngd run --profile "
                              f"{args.profile}")
