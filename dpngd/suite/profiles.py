@@ -22,7 +22,8 @@ the factor `rate` is 1: it corrects eta_sgd at the T that it was found at, and w
 
 Two changes are factors, not fields. `rate` multiplies eta alone, in place of the chosen one: for DP-NGD it breaks the
 equation, and only the artifact `bound` may ask for that. `scale` multiplies eta and, squared, the floors: it keeps it.
-A third, `search`, names the search whose winners a run takes, where that search keeps them apart from all others.
+Two more say which settings a run takes: `search` names a search that keeps its winners apart from all others, and
+`choice: mean` asks for the finalist with the best mean, in place of the one that the search's rule chose.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ _CELL = ("method", "data", "epsilon", "seed")
 _COMMON = tuple(n for n in FIELDS if n not in (*METHOD_FIELDS, *DIGESTS, *_CELL, "eta"))
 FACTORS = ("rate", "scale", "lambda_base_ratio")  # what a change may name beside the fields of RunConfig
 SEARCH = "search"  # and the search that it takes its settings from
-NAMES = (*FIELDS, *FACTORS, SEARCH)
+CHOICE = "choice"  # and how these were chosen among the search's finalists: one of CHOICES, else by the search's rule
+CHOICES = {"mean": "by_mean"}  # the best mean; where params/tuned/<profile>.yaml has what was chosen so
+NAMES = (*FIELDS, *FACTORS, SEARCH, CHOICE)
 GATE = "gate"
 FIXED = (GATE, *SEARCHES)  # artifacts that are the profile's own: fewer methods or cells would not be a fair search
 SHAPES = {"methods": list, "cells": dict, "vary": dict, "seeds": list | None, "grid": dict, "arms": dict, "curve": dict,
@@ -135,6 +138,9 @@ class Profile:
             if search not in SEARCHES or not self.settings[search].get("apart"):
                 apart = [s for s in SEARCHES if self.settings[s].get("apart")]
                 raise UsageError(f"{self.name}: {name}.vary.{SEARCH}: {unknown('search', search, apart)}")
+        for choice in section.get("vary", {}).get(CHOICE, []):
+            if choice not in CHOICES:
+                raise UsageError(f"{self.name}: {name}.vary.{CHOICE}: {unknown('choice', choice, CHOICES)}")
         for block in grids.get("dp-ngd", []):
             for axis in {"rate", "eta"} & set(block):
                 raise UsageError(f"{self.name}: {name}.grid.dp-ngd.{axis}: {BROKEN}")
@@ -148,12 +154,13 @@ class Profile:
         """Names in what a search chose, and that it keeps the equation."""
         tuned, later = self.settings["tuned"], self.settings["trials"]
         file = f"tuned/{self.name}.yaml"
-        for name, (table, parts) in {"": (tuned, ("digest", "eta_sgd", "methods")),
+        for name, (table, parts) in {"": (tuned, ("digest", "eta_sgd", "methods", *CHOICES.values())),
                                      "-trials": (later, ("digest", "second", "finalists"))}.items():
             for part in table:
                 if part not in parts:
                     raise UsageError(f"tuned/{self.name}{name}.yaml: {unknown('key', part, parts)}")
-        chosen = [(m, where, e, axes) for m, by_place in tuned.get("methods", {}).items()
+        chosen = [(m, where, e, axes) for part in ("methods", *CHOICES.values())
+                  for m, by_place in tuned.get(part, {}).items()
                   for where, by_epsilon in by_place.items() for e, axes in _by_epsilon(by_epsilon, file, m, where)]
         chosen += [(m, where, e, axes) for part in ("second", "finalists")
                    for m, by_place in later.get(part, {}).items() for where, by_epsilon in by_place.items()
@@ -222,7 +229,7 @@ class Profile:
         return None, ()
 
     def config(self, method: str, data: str, epsilon: float, seed: int, **changes: Any) -> RunConfig:
-        """The run of one cell. `changes` are fields of the config, FACTORS, or SEARCH."""
+        """The run of one cell. `changes` are fields of the config, FACTORS, SEARCH or CHOICE."""
         return self._checked(method, data, epsilon, seed, changes)[0]
 
     def resolve(self, method: str, data: str, epsilon: float, seed: int, **changes: Any,
@@ -250,11 +257,13 @@ class Profile:
                 raise unknown("field", name, NAMES)
         if not in_interval(epsilon, "(0, inf)"):
             raise UsageError(f"epsilon = {epsilon!r}: must be in (0, inf)")
-        search = changes.get(SEARCH)
+        search, choice = changes.get(SEARCH), changes.get(CHOICE)
+        if choice is not None and choice not in CHOICES:
+            raise unknown("choice", choice, CHOICES)
         kept = self.kept(search) if search else changes.get("model")
-        changes = {n: v for n, v in changes.items() if n != SEARCH}
-        return self._resolve(method, data, epsilon, seed, self.tuned(method, self.like(data), epsilon, kept), changes,
-                             kept)
+        changes = {n: v for n, v in changes.items() if n not in (SEARCH, CHOICE)}
+        tuned = self.tuned(method, self.like(data), epsilon, kept, choice)
+        return self._resolve(method, data, epsilon, seed, tuned, changes, kept)
 
     def like(self, data: str) -> str:
         """The data set whose settings a run takes: itself, or for a user's own data the profile's first."""
@@ -265,20 +274,24 @@ class Profile:
         apart, else that of its network; None for the profile's main search."""
         return self.settings[search].get("apart") or self.settings[search]["model"]
 
-    def decided(self, search: str) -> bool:
-        """Whether a search has chosen in each of its cells."""
+    def decided(self, search: str, only: str | None = None) -> bool:
+        """Whether a search has chosen in each of its cells, or in those of one data set `only`."""
         chosen = self.settings["tuned"].get("eta_sgd", {})
         return all(epsilon in chosen.get(place(data, self.kept(search)), {})
-                   for data, row in self.settings[search]["cells"].items() for epsilon in row)
+                   for data, row in self.settings[search]["cells"].items() for epsilon in row if only in (None, data))
 
-    def tuned(self, method: str, data: str, epsilon: float, kept: str | None = None) -> dict[str, Any]:
+    def tuned(self, method: str, data: str, epsilon: float, kept: str | None = None, choice: str | None = None,
+              ) -> dict[str, Any]:
         """What the search chose at the nearer epsilon: T, the method's own values, and `rate`, a factor.
 
         An arm of DP-NGD has DP-NGD's values, and a rate of its own. A method that takes its rate from DP-SGD's has
         DP-SGD's T. `kept` is a network, or a search that stands apart (`kept`): a network that was searched for itself
-        has what was chosen for it, any other one what was chosen on the data set.
+        has what was chosen for it, any other one what was chosen on the data set. With a `choice`, a method that has
+        finalists of its own takes the one that it names; DP-SGD, whose rates all others follow, keeps its own.
         """
         by_place = self.settings["tuned"].get("methods", {}).get(method, {})
+        if choice:
+            by_place = self.settings["tuned"].get(CHOICES[choice], {}).get(method, by_place)
         by_epsilon = by_place.get(place(data, kept)) or by_place.get(data) or {}
         own = params.nearest(by_epsilon, epsilon) if by_epsilon else {}
         entry = METHODS[method]
@@ -442,7 +455,10 @@ class Profile:
         for name, values in section["vary"].items() or [("", ())]:
             if name == SEARCH:  # no runs at settings that nobody has chosen yet
                 searched = [search for search in values if method in self.settings[search]["grid"]]
-                yield from ({SEARCH: search} for search in searched if self.decided(search)) if searched else [{}]
+                yield from ({SEARCH: s} for s in searched if self.decided(s, data)) if searched else [{}]
+                continue
+            if name == CHOICE:
+                yield from ({CHOICE: choice} for choice in values if self.decided(SEARCHES[0], data))
                 continue
             if not reads & set(name.split("+")):
                 yield {}  # a method without that field runs as it is

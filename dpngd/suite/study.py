@@ -35,7 +35,7 @@ from dpngd.training.config import RunConfig
 
 ARTIFACTS: dict[str, tuple[str, ...]] = {
     "00_geometry": (),
-    "01_utility_table": ("utility_table", "between", "whole", "views", "networks"),
+    "01_utility_table": ("utility_table", "between", "mean_choice", "whole", "views", "networks"),
     "02_convergence_curves": ("convergence",),
     "03_public_sample_efficiency": ("sample_efficiency", "pretraining", "sources"),
     "04_ablations": ("ablation_decoupling", "ablation_decoupling_equal", "ablation_clipping", "ablation_clipping_equal",

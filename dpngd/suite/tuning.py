@@ -111,6 +111,13 @@ def choose(finalists: Sequence[Candidate]) -> Candidate:
     return min(near, key=lambda c: (c.rate, -c.mean))
 
 
+def best_mean(finalists: Sequence[Candidate]) -> Candidate:
+    """The finalist with the best mean, of the stable ones (of all where none is): what `choose` takes without its
+    preference for small rates."""
+    able = [c for c in finalists if c.stable] or list(finalists)
+    return min(able, key=lambda c: (-c.mean, c.rate))
+
+
 def expected_best(accuracies: Sequence[float], k: int) -> float:
     """The mean, over all choices of k of the n trials, of the best one: sum_i v_(i) C(i-1, k-1) / C(n, k)."""
     ranked = sorted(accuracies)
@@ -206,7 +213,7 @@ def search_plan(name: str, get: Get, searches: Sequence[str] = SEARCHES) -> Plan
 
     What is missing is of the first search that is not complete: another network's trials take minutes each, and come
     last."""
-    found = Plan({"eta_sgd": {}, "methods": {}}, {"second": {}, "finalists": {}})
+    found = Plan({"eta_sgd": {}, "methods": {}, "by_mean": {}}, {"second": {}, "finalists": {}})
     stated = profiles.untuned(name)
     profile = Profile(name, {**stated.settings, "tuned": found.tuned, "trials": found.trials})
     for search in SEARCHES:
@@ -290,7 +297,10 @@ class SearchCell:
         repeats = [[(a, c) for a, cs in self.profile.repeats(m, *self.cell) for c in cs] for m in finalists]
         self.groups(repeats)  # all of them, before anyone is chosen
         for m, group in finalists.items():
-            self.won(m, choose(self.repeated(m, group)).axes)
+            repeated = self.repeated(m, group)
+            self.won(m, choose(repeated).axes)
+            if not METHODS[m].arm_of:
+                self.won(m, best_mean(repeated).axes, "by_mean")
 
     def repeated(self, method: str, finalists: Sequence[Candidate]) -> list[Candidate]:
         """The finalists with the runs of all seeds."""
@@ -304,8 +314,8 @@ class SearchCell:
     def where(self) -> str:
         return place(self.data, self.profile.kept(self.search_name))
 
-    def won(self, method: str, axes: Axes) -> None:
-        self.plan.tuned["methods"].setdefault(method, {}).setdefault(self.where, {})[self.epsilon] = axes
+    def won(self, method: str, axes: Axes, part: str = "methods") -> None:
+        self.plan.tuned[part].setdefault(method, {}).setdefault(self.where, {})[self.epsilon] = axes
 
     def keep(self, part: str, method: str, rows: list[Axes]) -> None:
         if rows:
@@ -469,12 +479,14 @@ def write_chosen(name: str, found: Plan) -> None:
         return {where: rows for where, rows in by_place.items() if where in found.done}
 
     tuned = {"digest": digest, "eta_sgd": done(found.tuned["eta_sgd"]),
-             "methods": {m: rows for m, by_place in found.tuned["methods"].items() if (rows := done(by_place))}}
+             **{part: {m: rows for m, by_place in found.tuned[part].items() if (rows := done(by_place))}
+                for part in ("methods", "by_mean")}}
     later = {"digest": digest, **{part: {m: rows for m, by_place in table.items() if (rows := done(by_place))}
                                   for part, table in found.trials.items()}}
     if found.done:
         write(name, f"# Written by `dpngd tune {name}`. eta_sgd: DP-SGD's rate by data set, epsilon and T.\n"
-                    "# methods: what was chosen by data set and epsilon; rate is a factor on the equation's eta.\n",
+                    "# methods: what was chosen by data set and epsilon; rate is a factor on the equation's eta.\n"
+                    "# by_mean: the finalist with the best mean, for the question `choice: mean`.\n",
               tuned)
         write(f"{name}-trials", f"# Written by `dpngd tune {name}`: the trials of the second round, and the finalists, "
                                 "best first.\n", later)

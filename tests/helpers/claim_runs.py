@@ -60,6 +60,7 @@ ARTIFACTS = {
     "releases": (("dp-sgd-pt", "dp-ngd-private-20", "dp-ngd-private-50"), CELLS[:1], one_by_one(T_cur=(1, 8))),
     "kl_maps": (("dp-sgd", "dp-sgd-kl", "dp-ngd", "dp-ngd-kl", "dp-ngd-free"), CELLS[:1]),
     "between": ((*MAIN, "dp-ngd-free"), CELLS[:1]),
+    "mean_choice": (MAIN, CELLS),
     "whole": (("dp-sgd", "dp-ngd", "dp-ngd-free"), [("cifar10", 1.0), ("cifar10", 8.0)], [{"N": 50000}]),
     "views": (("dp-sgd", "dp-ngd"), CELLS[:1], [{"K": 1}, {"K": 4, "augment": True}]),
     "networks": (("dp-sgd", "dp-ngd"), CELLS[:1], one_by_one(model=("small", "wrn-10-1"))),

@@ -30,7 +30,7 @@ def broken(c):
 # What is above what in each claim of the kind "A is more accurate than B": a score per run, which is multiplied.
 SUPERIOR = {
     "best-everywhere": of("dp-ngd"), "untuned-ahead": of("dp-ngd-free"), "whole-set": of("dp-ngd"),
-    "tuned-between": of("dp-ngd"), "untuned-between": of("dp-ngd-free"),
+    "tuned-between": of("dp-ngd"), "mean-choice": of("dp-ngd"), "untuned-between": of("dp-ngd-free"),
     "other-networks": of("dp-ngd"), "views": of("dp-ngd"), "every-budget": of("dp-ngd"), "own-budget": of("dp-ngd"),
     "ahead-with-images": of("dp-ngd"), "any-source": of("dp-ngd"), "public-curvature": of("dp-ngd"),
     "private-curvature": of("dp-sgd-pt"), "private-curvature-equal": of("dp-ngd"), "often-released": of("dp-sgd-pt"),
