@@ -278,6 +278,9 @@ class Conv2dLayer(Layer):
         same_size = keeps_size(self.kernel, self.stride, self.padding, self.dilation, self.R)
         if same_size and self.pad is None and min(H, W) >= max(4, self.kernel[0]):  # in smaller ones borders are most
             A, ones = (t.unsqueeze(0) for t in patch_moment(a, self.kernel[0]))
+        elif self.R == self.taps == 1 and self.pad is None and self.padding == (0, 0):  # a patch is a pixel
+            U = a[:, :, :: self.stride[0], :: self.stride[1]].transpose(0, 1).flatten(1)
+            A, ones = (U @ U.mT).unsqueeze(0), U.sum(1).unsqueeze(0)
         elif self.R == 1:
             A, ones = a.new_zeros(self.patch, self.patch), a.new_zeros(self.patch)
             for U in self._patch_rows(self.padded(a), len(a), H, W):

@@ -53,7 +53,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT_MODELS = ("small", "wrn-10-1", "resnet-20", "wrn-16-4")
-DEFAULT_BATCH = {"wrn-16-4": 64}
+BATCH = 256  # samples per step: what happens once per step, such as the noise, is shared by them
+MEMORY_BATCH = {"wrn-16-4": 64}
+"""Samples whose memory is compared, where that is fewer: Opacus would hold 256 gradients of this network in 6 GiB."""
 QUICK_CONTENDERS = ("plain", "opacus-hooks", "dp-sgd", "gep", "dp-ngd")
 OPACUS = ("opacus-hooks", "opacus-functorch", "opacus-ghost")
 
@@ -88,7 +90,7 @@ def seconds_of(step: Callable[[], object], clock: str = "wall") -> float:
 
 def time_contenders(name: str, args: argparse.Namespace) -> dict:
     """Medians and quartiles for one model; contenders take turns in every round."""
-    batch = args.batch or DEFAULT_BATCH.get(name, 256)
+    batch = args.batch or BATCH
     bench = make_bench(name, batch, args.K, args.public, args.floor, args.micro_batch)
     took = functools.partial(seconds_of, clock=args.clock)
     running: dict[str, Contender] = {}
@@ -122,7 +124,7 @@ def time_contenders(name: str, args: argparse.Namespace) -> dict:
             rows[c]["refresh"] = statistics.median(refresh[c])
     if not args.no_memory:
         for c in progress.over(rows, f"{name}, memory", unit="contender", quiet=args.quiet):
-            rows[c]["peak_mib"] = peak_memory(c, name, batch, bench.floor, args)
+            rows[c]["peak_mib"] = peak_memory(c, name, args.batch or MEMORY_BATCH.get(name, BATCH), bench.floor, args)
     return {"batch": batch, "floor": bench.floor, "contenders": rows, "skipped": skipped}
 
 

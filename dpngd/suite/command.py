@@ -139,7 +139,7 @@ def bench(argv: list[str] | None = None) -> int:
                    help="what counts: seconds of the wall (default), or of this process, on a machine with other work")
     p.add_argument("--contenders", nargs="+", metavar="NAME",
                    help="plain, opacus-hooks, a method, ... (default: all; an unknown name lists them)")
-    p.add_argument("--batch", type=int, help="samples per step (default 256; 64 for wrn-16-4)")
+    p.add_argument("--batch", type=int, help="samples per step (default 256; of wrn-16-4, memory is that of 64)")
     p.add_argument("--K", type=int, default=1, help="views per sample (augmentation multiplicity)")
     p.add_argument("--repeats", type=int, default=9, help="rounds (default 9)")
     p.add_argument("--threads", type=int, help="torch threads (default: torch's)")

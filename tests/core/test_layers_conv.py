@@ -28,15 +28,16 @@ def test_other_convolutions_are_not_covered(options):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("options", [
     {"padding": 1}, {"padding": 1, "stride": 2}, {"padding": "same"}, {"padding": 1, "padding_mode": "reflect"},
-    {"padding": 0}])
+    {"padding": 0}, {"kernel_size": 1, "padding": 0}, {"kernel_size": 1, "padding": 0, "stride": (2, 3)},
+    {"kernel_size": 1, "padding": 1}])
 def test_a_layer_takes_the_right_way(options, bias):
-    conv = nn.Conv2d(3, 4, 3, bias=bias, **options).double()
+    conv = nn.Conv2d(3, 4, bias=bias, **{"kernel_size": 3, **options}).double()
     x = torch.randn(2, 3, 18, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     H, W = conv(x).shape[2:]
     A = Conv2dLayer("conv", conv).second_moment(x, H, W)
     padding = 1 if options["padding"] == "same" else options["padding"]
     mode = {"zeros": "constant"}.get(conv.padding_mode, conv.padding_mode)
-    U = F.unfold(F.pad(x, (padding,) * 4, mode=mode), 3, stride=conv.stride).transpose(0, 1).flatten(1)
+    U = F.unfold(F.pad(x, (padding,) * 4, mode=mode), conv.kernel_size, stride=conv.stride).transpose(0, 1).flatten(1)
     if bias:
         U = F.pad(U, (0, 0, 0, 1), value=1.0)
     torch.testing.assert_close(A[0], U @ U.mT)
