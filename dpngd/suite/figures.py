@@ -423,9 +423,10 @@ def schedule(lambda_safe: float, lambda_base: float, T: int, T1: float = 0.1, p:
 # ---- Notebook 01: accuracy (Table 2), other networks, views, the whole set -------------------------------------------
 
 @plots.themed
-def lead(runs: Runs) -> Figure:
-    """The result in one picture: the lead over the best baseline in every cell, the paper's beside it."""
-    head = "Lead over the best baseline at each privacy budget"
+def lead(runs: Runs, settings: str = "") -> Figure:
+    """The result in one picture: the lead over the best baseline in every cell, the paper's beside it. `settings` says
+    how they were chosen, where that is not the protocol's way."""
+    head = "Lead over the best baseline at each privacy budget" + (f", {settings}" if settings else "")
     table = leads(runs)
     if table.empty:
         return plots.nothing(head)

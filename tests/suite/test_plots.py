@@ -273,6 +273,7 @@ def test_the_lead_is_the_claims_and_the_papers_is_beside_it():
     assert len(free) == 15
     assert free["paper"].isna().all()
     assert len(hollows(figures.lead(runs))) == 15
+    assert figures.lead(runs, "finalists by mean").dpngd_head.endswith("at each privacy budget, finalists by mean")
 
 
 def scattered(profile, artifact):
