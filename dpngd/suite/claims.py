@@ -106,6 +106,10 @@ def _speed(ratio: float) -> str:
     return f"{ratio:.2f}{rules.AS_FAST}" if ratio >= 1 else f"takes {1 / ratio:.2f} times as long"
 
 
+def _any_two(what: str) -> str:
+    return f"The rule compares each {what} with the default one: what if any two are compared?"
+
+
 def _floor(method: str) -> float:
     return _text("ablation_floor", "accuracy", method=method)
 
@@ -127,6 +131,7 @@ def all_claims() -> tuple[Claim, ...]:
     floors = ("dp-ngd", "dp-ngd-fixed-floor")
     open_choices = tuple(arms("clamping", "labels"))
     below = ("dp-sgd-pt", "dp-ngd-private-20"), ("dp-sgd-pt", "dp-ngd-private-50")
+    paid = ("dp-ngd", "dp-ngd-private-20"), ("dp-ngd", "dp-ngd-private-50")
     spaces = ("dp-ngd", "dp-ngd-post"), ("dp-ngd-post", "dp-ngd-pre")
     return (
         # ---- Notebook 00: what the paper proves (sections 3.2 and 3.3)
@@ -231,6 +236,10 @@ def all_claims() -> tuple[Claim, ...]:
               "DP-NGD hardly depends on how many public images there are.",
               paper["sample_efficiency"]["place"], f"less than {fluctuation} point from 50 to 5,000 images",
               "sample_efficiency", rules.hardly_depends("public_size", images), methods=("dp-ngd",)),
+        Claim("few-images-range", "03_public_sample_efficiency",
+              "Any two numbers of public images are within 1 point of each other.",
+              "our question", "", "sample_efficiency", rules.hardly_depends("public_size", pairs=True),
+              methods=("dp-ngd",), question=_any_two("number of public images")),
         Claim("baselines-need-images", "03_public_sample_efficiency",
               "The baselines get better with more public images.",
               paper["sample_efficiency"]["place"], "all three improve steadily", "sample_efficiency",
@@ -255,10 +264,13 @@ def all_claims() -> tuple[Claim, ...]:
               paper["ablation_decoupling"]["place"],
               _leads_of("ablation_decoupling", *below), "ablation_decoupling", rules.chain(*below),
               further=("often-released", "private-curvature-equal")),
+        Claim("private-drop", "04_ablations",
+              "Curvature paid from the privacy budget costs DP-NGD accuracy against curvature from public images.",
+              paper["ablation_decoupling"]["place"], _leads_of("ablation_decoupling", *paid), "ablation_decoupling",
+              rules.chain(*paid), further=("often-released", "private-curvature-equal")),
         Claim("private-curvature-equal", "04_ablations",
               "At the rate of the equation, curvature from public images is ahead of curvature from the budget.",
-              "our question", "", "ablation_decoupling_equal",
-              rules.chain(("dp-ngd", "dp-ngd-private-20"), ("dp-ngd", "dp-ngd-private-50")),
+              "our question", "", "ablation_decoupling_equal", rules.chain(*paid),
               question="Table 3 has every arm at its own best rate: and at the rate that the equation gives?"),
         Claim("often-released", "04_ablations",
               "With private curvature released at every step, DP-NGD is less accurate than DP-SGD-PT.",
@@ -373,6 +385,16 @@ def all_claims() -> tuple[Claim, ...]:
         Claim("warm-up", "06_hyperparameter_robustness",
               "The warm-up T1 hardly matters.",
               paper["robustness"]["place"], _axis("T1"), "robustness", rules.hardly_depends("T1")),
+        Claim("rare-updates-range", "06_hyperparameter_robustness",
+              "Any two T_cur from 1 to 16 are within 1 point of each other.",
+              "our question", "", "robustness", rules.hardly_depends("T_cur", upto=16, pairs=True),
+              question=_any_two("T_cur")),
+        Claim("exponent-range", "06_hyperparameter_robustness",
+              "Any two exponents p are within 1 point of each other.",
+              "our question", "", "robustness", rules.hardly_depends("p", pairs=True), question=_any_two("p")),
+        Claim("warm-up-range", "06_hyperparameter_robustness",
+              "Any two warm-ups T1 are within 1 point of each other.",
+              "our question", "", "robustness", rules.hardly_depends("T1", pairs=True), question=_any_two("T1")),
     )
 
 

@@ -280,6 +280,14 @@ class Profile:
         return all(epsilon in chosen.get(place(data, self.kept(search)), {})
                    for data, row in self.settings[search]["cells"].items() for epsilon in row if only in (None, data))
 
+    def waits(self, method: str, data: str, model: str | None) -> bool:
+        """Whether a network has a search of its own for this method, which has not chosen yet: runs of it would take
+        what was chosen on another network. Before anything is tuned, no run waits: they are counted as stated."""
+        own = [s for s in SEARCHES if self.settings[s]["model"] and self.settings[s]["model"] == model]
+        return bool(self.settings["tuned"]) and any(
+            method in self.settings[s]["grid"] and place(data, model) not in
+            self.settings["tuned"].get("methods", {}).get(method, {}) for s in own if data in self.settings[s]["cells"])
+
     def tuned(self, method: str, data: str, epsilon: float, kept: str | None = None, choice: str | None = None,
               ) -> dict[str, Any]:
         """What the search chose at the nearer epsilon: T, the method's own values, and `rate`, a factor.
@@ -464,7 +472,9 @@ class Profile:
                 yield {}  # a method without that field runs as it is
                 continue
             for value in pick(values, data, epsilon, f"{name} of {artifact}", method):
-                yield {n: v for n, v in joint(name, value).items() if n in reads}
+                changes = {n: v for n, v in joint(name, value).items() if n in reads}
+                if not self.waits(method, data, changes.get("model")):
+                    yield changes
 
     # ---- The search: what `dpngd.tuning` runs ------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ budgets, which is biased upwards where several are level (`peak_ratio`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -487,8 +488,10 @@ def lower_loss(a: str, b: str) -> Rule:
 
 # ---- The paper's claims: robustness (Table 6; notebook 06) -----------------------------------------------------------
 
-def hardly_depends(axis: str, default: float | None = None, method: str = "dp-ngd", upto: float = math.inf) -> Rule:
-    """Every value of an axis within 1 point of the default one (the most frequent where none is named)."""
+def hardly_depends(axis: str, default: float | None = None, method: str = "dp-ngd", upto: float = math.inf,
+                   pairs: bool = False) -> Rule:
+    """Every value of an axis within 1 point of the default one (the most frequent where none is named); with `pairs`,
+    every two values within 1 point of each other."""
     def rule(runs: Runs) -> Decision:
         tests = []
         for cell in runs.cells():
@@ -497,8 +500,10 @@ def hardly_depends(axis: str, default: float | None = None, method: str = "dp-ng
             if not here.values(axis):
                 continue
             base = all_.default(axis, method) if default is None else default
-            tests += [above(here, f"{cell_name(cell)} {field_said(axis, v)} against {base:g}", {axis: v}, {axis: base})
-                      for v in here.values(axis) if v != base and v <= upto]
+            values = [v for v in here.values(axis) if v <= upto]
+            tests += [above(here, f"{cell_name(cell)} {field_said(axis, v)} against {w:g}", {axis: v}, {axis: w})
+                      for v, w in (itertools.combinations(values, 2) if pairs else ((v, base) for v in values))
+                      if v != w]
         return unchanged(tests)
     return rule
 

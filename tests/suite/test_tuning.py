@@ -312,6 +312,27 @@ def test_another_networks_search_begins_when_the_first_is_complete(mine, monkeyp
     assert {c.model for c in tuning.search_plan("mine", mine.get).missing} == {"resnet-20"}
 
 
+def test_a_network_that_waits_for_its_own_search_is_not_run(mine, monkeypatch):
+    """Else it would be compared at settings that were chosen for another network."""
+    state(TWO_NETWORKS + """
+artifacts:
+  networks: {methods: [dp-sgd, dp-ngd, dp-ngd-free], cells: {cifar10: [2]}, vary: {model: [wrn-16-4, resnet-20]},
+             seeds: [5]}
+""")
+
+    def asked():
+        return {(c.method, c.model) for c in load("mine").configs("networks")}
+
+    every = set(itertools.product(("dp-sgd", "dp-ngd", "dp-ngd-free"), ("wrn-16-4", "resnet-20")))
+    assert asked() == every, "nothing is tuned yet: counted as stated"
+    monkeypatch.setattr(tuning.sweep, "ensure", lambda configs, store, jobs, seconds: [
+        store.put(c, record(c, near(c, 0.9))) for c in configs])
+    tuning.search("mine", mine, 1, ["tuning"])
+    assert asked() == every - {("dp-sgd", "resnet-20"), ("dp-ngd", "resnet-20")}, "dp-ngd-free has no search"
+    tuning.search("mine", mine, 1)
+    assert asked() == every
+
+
 BETWEEN = SIMPLE + """
 tuning_between:
   cells: {cifar10: [2]}
