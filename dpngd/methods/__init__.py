@@ -256,7 +256,7 @@ _natural("dp-ngd-private-50", "private 50/50", "private curvature for 50% of the
          studies="private curvature")
 register(Method(
     name="dp-ngd-auto", label="DP-NGD, floor by rank", about="dp-ngd with a floor by rank and eta from it and DP-SGD's "
-    "rate: nothing new to tune", marker="h", left=-0.5, right=-0.5, floor="auto",
+    "rate: nothing new to tune", marker="8", left=-0.5, right=-0.5, floor="auto",
     builder="dpngd.methods.dp_ngd:build_auto", uses=PUBLIC | CURVATURE | FLOORS["auto"] | {"eta_sgd", "C_sgd"}))
 register(Method(
     name="dp-ngd-kl", label="DP-NGD, KL step", about="dp-ngd with a floor by rank and a KL budget: no rate",

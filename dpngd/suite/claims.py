@@ -170,7 +170,7 @@ def all_claims() -> tuple[Claim, ...]:
         Claim("untuned-level", "01_utility_table",
               "DP-NGD free loses less than 1 point to tuned DP-NGD.",
               "our question", "", "utility_table", rules.untuned_level("dp-ngd-free"),
-              question="What does that cost against DP-NGD, tuned, with real public images?",
+              question="What does DP-NGD free lose to tuned DP-NGD with real public images?",
               methods=("dp-ngd", "dp-ngd-free")),
         Claim("kl-step-level", "01_utility_table",
               "DP-NGD, KL step (nothing to tune, real public images) loses less than 1 point to tuned DP-NGD.",
@@ -185,7 +185,8 @@ def all_claims() -> tuple[Claim, ...]:
         Claim("untuned-between", "01_utility_table",
               "DP-NGD free is more accurate than baselines that were searched at that ε itself.",
               "our question", "", "between", rules.untuned_ahead("dp-ngd-free"),
-              question="And is its lead there only over settings of another ε?", methods=(*baselines(), "dp-ngd-free")),
+              question="Does DP-NGD free also lead baselines that were searched at that ε?",
+              methods=(*baselines(), "dp-ngd-free")),
         Claim("mean-choice", "01_utility_table",
               "With its best finalist by mean, DP-NGD is more accurate than every baseline in every cell.",
               "our question", "", "mean_choice", rules.best_in_every_cell,
@@ -280,7 +281,7 @@ def all_claims() -> tuple[Claim, ...]:
               "With curvature from public images, DP-NGD is more accurate than DP-SGD-PT.",
               paper["ablation_decoupling"]["place"], _leads_of("ablation_decoupling", ("dp-ngd", "dp-sgd-pt")),
               "ablation_decoupling", rules.chain(("dp-ngd", "dp-sgd-pt")), methods=("dp-ngd", "dp-sgd-pt"),
-              further=("tuned-between",)),
+              further=("tuned-between", "mean-choice")),
         Claim("clipping-space", "04_ablations",
               "Clipping whitened gradients is more accurate than post-conditioning, and that than pre-conditioning.",
               paper["ablation_clipping"]["place"], _leads_of("ablation_clipping", *spaces), "ablation_clipping",
@@ -309,7 +310,7 @@ def all_claims() -> tuple[Claim, ...]:
               "our question", "", "ablation_floor_equal", rules.chain(floors), methods=floors,
               question="Figure 4 has each floor at its own best rate: and at the rate that the equation gives?"),
         Claim("dynamic-loss-equal", "04_ablations",
-              "The same at the rate of the equation: after a quarter of the steps its training loss is lower.",
+              "At the rate of the equation, too, the dynamic floor has the lower loss after the first quarter.",
               "our question", "", "ablation_floor_equal", rules.lower_loss(*floors), methods=floors,
               question="Is a lower loss the floor's doing, or that of another rate?"),
         Claim("bound-cost", "04_ablations",
@@ -319,7 +320,7 @@ def all_claims() -> tuple[Claim, ...]:
         Claim("bound-unstable", "04_ablations",
               "Where the safety equation is broken most, training is unstable.",
               "our question", "", "bound", rules.breaking_destabilises, methods=("dp-ngd",),
-              question="Is what it costs instability?"),
+              question="Does breaking the equation make training unstable?"),
         Claim("kl-needs-curvature", "04_ablations",
               "With a KL step, DP-NGD is ahead of DP-SGD with one.",
               "our question", "", "kl_maps", rules.chain(("dp-ngd-kl", "dp-sgd-kl")),
@@ -488,8 +489,8 @@ def texts(row: Mapping[str, Any], decision: Decision | None) -> dict[str, str]:
 
 def looked_into(claim: Claim) -> str:
     """The claims that ask for the reason, by their sentences."""
-    by_id = {c.id: c.sentence.rstrip(".") for c in all_claims()}
-    return f"Looked into by: {'; '.join(by_id[name] for name in claim.further)}." if claim.further else ""
+    by_id = {c.id: f"“{c.sentence.rstrip('.')}”" for c in all_claims()}
+    return f"See also: {', '.join(by_id[name] for name in claim.further)}." if claim.further else ""
 
 
 HELD = {stats.REPRODUCED: "It holds", stats.REFUTED: "It does not hold",
@@ -508,7 +509,7 @@ def without_tally(text: str) -> str:
 def answer(row: Mapping[str, Any]) -> str:
     """What the runs say to a question of ours."""
     said = "" if row["word"] == stats.NOT_RUN else f": {row['ours']}"
-    return f"{row['sentence']} {HELD[row['word']]}{said}{'' if said.endswith('.') else '.'}"
+    return f"“{row['sentence']}” {HELD[row['word']]}{said}{'' if said.endswith('.') else '.'}"
 
 
 def worded(row: Mapping[str, Any]) -> str:

@@ -647,7 +647,7 @@ def convergence(runs: Runs) -> Figure:
                 point(ax, x, e, m, at=T, ms=5)
                 shown.append(e.mean)
                 if m == "dp-ngd" and f"{rules.cell_name(here.cells()[0])} T={T}" in holds:
-                    plots.tick(ax, x, e.mean)
+                    plots.tick(ax, x, e.high)
         settle(ax, shown, 0.25, room=2, intervals=bars)
         plots.none_band(ax, margin=0.0)
         plots.better(ax, up=True)
@@ -655,8 +655,9 @@ def convergence(runs: Runs) -> Figure:
         return "lead over the best baseline"
 
     return curves(runs, "T", "steps of the whole run", "Accuracy against the step budget (Figure 2)", side, peak=True,
-                  said=("every point is a full run whose noise spends exactly ε at its last step; "
-                        + (HELD_NOTE if holds else EACH)))
+                  said=f"every point is a full run whose noise spends exactly ε at its last step; {EACH}; dotted line "
+                       "and leads: over all baselines drawn, where the paper's claims need DP-SGD-PT and AdaDPS only"
+                       + ("; ✓: above all of them after Holm's correction" if holds else ""))
 
 
 # ---- Notebook 03: public images (Figure 3) ---------------------------------------------------------------------------
@@ -691,7 +692,7 @@ def sizes(runs: Runs) -> Figure:
 
     return curves(runs, "public_size", "public images", "Accuracy against the number of public images (Figure 3)", side,
                   said=f"right: the others are compared with {images} images, which therefore have no bar; grey: "
-                       f"within ±{stats.MARGIN:g} point")
+                       f"within ±{stats.MARGIN:g} point, where the verdict needs the 90% interval to lie")
 
 
 def sources(runs: Runs) -> Figure:
@@ -782,11 +783,8 @@ def arms(runs: Runs, artifact: str, equal: Runs | None = None) -> Figure:
     looks = [a if b == NGD else b for a, b in found]
     rows = [Difference(f"{name(a)} minus {name(b)}" + (f"\n({IN_WORDS[m]})" if m in IN_WORDS else ""),
                        {"method": a}, {"method": b}, m) for (a, b), m in zip(found, looks, strict=True)]
-    last = [b == NGD for _, b in found]
-    said = "mark and colour: the second method of the row" + ("; the first, where the second is DP-NGD" if any(last)
-                                                              else "")
     return dots(runs, rows, TITLES[artifact], equal=equal, paper=artifact, better="the first is better",
-                band=artifact in ("ablation_ours", "kl_maps"), said=said)
+                band=artifact in ("ablation_ours", "kl_maps"))
 
 
 @plots.themed
@@ -834,7 +832,7 @@ def bound(runs: Runs) -> Figure:
         right.set_ylim(-4, 104)
         for panel in (ax, right):
             log_axis(panel, list(rows))
-            panel.set_xlabel("rate / the equation's rate")
+            panel.set_xlabel("factor on the rate")
     plots.headline(figure, head)
     plots.note(figure, notes(interval_note(figure, runs), "factor 1: the rate that the equation gives", "a "
                              "diverged run counts as chance", "right: share with its Clopper-Pearson interval; "
@@ -915,8 +913,8 @@ def floors(runs: Runs) -> Figure:
     plots.headline(figure, head, marks=marks)
     plots.note(figure, notes(f"Thick: mean of {seeds_note(seeds_of(runs), runs)}; thin: each of them", "the losses are "
                              "private, shown because the data set is a public benchmark", "difference: paired by seed, "
-                             "mean of the last twentieth of the steps, with its 95% interval over seeds; above 0 the "
-                             "dynamic floor is better" if plots.ours(gap) else ""))
+                             "running mean over a twentieth of the steps, with its 95% interval over seeds; above 0 "
+                             "the dynamic floor is better" if plots.ours(gap) else ""))
     return figure
 
 
@@ -1080,7 +1078,7 @@ def robustness(runs: Runs, axes_of: dict[str, Runs]) -> Figure:
                     label="the paper, on ResNet-20")
     plots.headline(figure, head, marks=[ours, theirs])
     plots.note(figure, notes(interval_note(figure, runs), "differences paired by seed; the default is their zero",
-                             f"grey: within ±{stats.MARGIN:g} point"))
+                             f"grey: within ±{stats.MARGIN:g} point, where the verdict needs the 90% interval to lie"))
     return figure
 
 

@@ -210,9 +210,9 @@ def abstract(data: Mapping[str, Any]) -> list[str]:
         first = f"The paper makes {len(papers)} claims that can be tested; on {runs} they come out as " \
                 f"{', '.join(f'**{n} {word}**' for word, n in counts.items())}."
         against = [row["sentence"].rstrip(".") for row in papers if row["word"] == stats.REFUTED]
-        same = [row["sentence"].rstrip(".") for row in papers if row["word"] == stats.EQUIVALENT]
-        shows = "shows" if len(same) == 1 else "show"
-        unsure = f"; {len(same)} {shows} no difference ({'; '.join(same)})" if same else ""
+        same = [f"“{row['sentence'].rstrip('.')}”" for row in papers if row["word"] == stats.EQUIVALENT]
+        unsure = f"; there is no difference of {stats.MARGIN:g} point or more where it says {story.listed(same)}" \
+            if same else ""
         unsure += "".join(f"; {counts[word]} {'is' if counts[word] == 1 else 'are'} {word}"
                           for word in (stats.INCONCLUSIVE, stats.NOT_TESTABLE, stats.NOT_RUN) if word in counts)
         others = story.refuted(data["claims"]).rstrip(".")
@@ -226,7 +226,7 @@ def abstract(data: Mapping[str, Any]) -> list[str]:
 
 # ---- The page --------------------------------------------------------------------------------------------------------
 
-SHOWN_IN = {"theory": "theorem", "utility_table": "lead"}
+SHOWN_IN = {"theory": "theorem", "utility_table": "lead", "between": "lead_between", "mean_choice": "lead_by_mean"}
 SHOWN_ELSEWHERE = {"same-privacy": "privacy", "total-time": "time_to_peak", "theorem-mean": ""}
 """The figure (or table) of a claim has the name of its artifact, but for these artifacts and these claims ("": none
 shows it, its sentence has the number)."""

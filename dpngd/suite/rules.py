@@ -89,9 +89,10 @@ def superiority(tests: Iterable[Compared], *, threshold: float = 0.0, margin: fl
 
     def would(p: Part) -> str:
         off, low = abs(p.estimate.mean - threshold), p.estimate.mean < threshold
-        what = f"tell {off:.{digits}f}{unit} from none" if threshold == 0 else f"tell it from {threshold:g}{unit}"
+        what = f"show{' after Holm' * (len(parts) > 1)} that it is below {threshold:g}" if low else \
+            f"tell {off:.{digits}f}{unit} from none" if threshold == 0 else f"tell it from {threshold:g}{unit}"
         said = [seeds_said(p, stats.seeds_needed(p.estimate, off, corrected if low else 1 - stats.ALPHA), what)]
-        if margin is not None and off < margin:
+        if margin is not None and off < margin and not p.level:
             said.append(seeds_said(p, stats.seeds_needed(p.estimate, margin - off, 0.95), f"show that it is within "
                                    f"{margin:g}{unit.rstrip('s')}"))
         return "; ".join(said)
@@ -119,7 +120,7 @@ def counted(parts: Sequence[Part], ours: str, holds: bool | None = None) -> Deci
     def would(p: Part) -> str:
         for n in range(p.estimate.n + 1, 1001):
             if stats.mostly("", round(p.estimate.mean * n), n).word != stats.INCONCLUSIVE:
-                return f"{n} runs with the same share would decide it"
+                return f"{n} runs with about the same share would decide it"
         return "so even a share is not decided by 1,000 runs"
 
     return decided(parts, MOSTLY, would, " of the runs", ours=ours, holds=holds)
@@ -378,7 +379,7 @@ def peak_ratio(name: str, curves: Curves, factor: float,
     at, steps_of, bounds = curves.reached(picked)
     values = np.asarray(curves.budgets)[at] / steps_of * cost(picked)
     e = stats.percentile(float(np.ravel(peak.ratio * cost(everyone))[0]), values, len(curves.seeds))
-    steps = f"{peak.ours:.0f}" if math.isfinite(peak.ours) else "never there"
+    steps = f"{peak.ours:.0f}{' or fewer' if peak.bound else ''}" if math.isfinite(peak.ours) else "never there"
     said = f"{name} ({steps} against {peak.theirs:g} steps of {peak.rival})"
     if len(curves.seeds) > 1 and not np.ptp(curves.table, axis=-1).any():  # all seeds agree: there is no interval
         return Part(said, e, stats.INCONCLUSIVE, target=factor)
@@ -563,8 +564,8 @@ def more_images_pay(runs: Runs) -> Decision:
         here = runs.where(data=cell[0], epsilon=cell[1])
         few, many = (here.best({"public_size": n, "pt_steps": t} for t in here.where(public_size=n).values("pt_steps"))
                      for n in (sizes[0], sizes[-1]))
-        said = f" {sizes[-1]} images, {many['pt_steps']} steps, over {sizes[0]}, {few['pt_steps']}" if few and many \
-            else ""
+        said = f" {sizes[-1]:,} images and {many['pt_steps']} pre-training steps, over {sizes[0]} images and " \
+               f"{few['pt_steps']} steps:" if few and many else ""
         tests.append(above(here, cell_name(cell) + said, many, few))
     return superiority(tests)
 
@@ -620,11 +621,17 @@ def over_budgets(runs: Runs, method: str, rival: str, data: str) -> Terms:
             for sign, m in ((1.0, method), (-1.0, rival))]
 
 
+def all_budgets(runs: Runs, data: str) -> str:
+    """The name of a mean over a data set's epsilons."""
+    epsilons = runs.where(data=data).values("epsilon")
+    return cell_name((data, epsilons[0])) if len(epsilons) == 1 else f"{data} (mean of {len(epsilons)} ε)"
+
+
 def untuned_ahead(method: str) -> Rule:
     """A method that is not tuned above each tuned baseline, in the mean over the epsilons of each data set."""
     def rule(runs: Runs) -> Decision:
-        return superiority(Compared(f"{d} over {m}", runs.contrast(over_budgets(runs, method, m, d)), cell=d)
-                           for d in runs.values("data") for m in runs.baselines())
+        return superiority(Compared(f"{all_budgets(runs, d)} over {m}", runs.contrast(over_budgets(runs, method, m, d)),
+                                    cell=d) for d in runs.values("data") for m in runs.baselines())
     return rule
 
 
@@ -633,8 +640,9 @@ def untuned_level(method: str, loss: float = stats.MARGIN) -> Rule:
     set (non-inferiority)."""
     def rule(runs: Runs) -> Decision:
         return superiority(
-            (Compared(f"{d} {method} over dp-ngd", runs.contrast(over_budgets(runs, method, "dp-ngd", d)))
-             for d in runs.values("data")), threshold=-loss, margin=None)
+            (Compared(f"{all_budgets(runs, d)} {method} over dp-ngd",
+                      runs.contrast(over_budgets(runs, method, "dp-ngd", d))) for d in runs.values("data")),
+            threshold=-loss, margin=None)
     return rule
 
 
@@ -695,8 +703,9 @@ def breaking_destabilises(runs: Runs) -> Decision:
         for f, (broken, kept) in rows.items():
             hit, safe = ([unstable(r) for r in here.where(**fields).records] for fields in (broken, kept))
             if f > 1:
-                said.append(f"{cell_name(cell)} factor {f:g}: {sum(hit)} of {len(hit)} runs unstable, with the "
-                            f"equation kept {sum(safe)} of {len(safe)}")
+                decides = " (decides)" if f == max(rows) else ""
+                said.append(f"{cell_name(cell)} factor {f:g}{decides}: {sum(hit)} of {len(hit)} runs unstable, with "
+                            f"the equation kept {sum(safe)} of {len(safe)}")
         parts.append(stats.mostly(cell_name(cell), sum(hit), len(hit)))
         always.append(all(hit))
     return counted(parts, "; ".join(said) or stats.NOT_RUN, all(always))

@@ -415,7 +415,11 @@ def conjunction(parts: Sequence[Part]) -> Verdict:
     else:
         word = INCONCLUSIVE
     held = len(by_cell) if word == REPRODUCED else held
-    weakest = min(tested, key=lambda p: p.down) if word == REFUTED else max(tested, key=lambda p: p.up)
+    def nearest(p: Part) -> float:  # where bootstrap values leave p-values equal, the interval decides
+        return p.estimate.high - p.target if word == REFUTED else p.target - p.estimate.low
+
+    weakest = min(tested, key=lambda p: (p.down, nearest(p))) if word == REFUTED else \
+        max(tested, key=lambda p: (p.up, nearest(p)))
     return Verdict(word, held, len(by_cell), weakest)
 
 

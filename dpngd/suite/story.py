@@ -115,7 +115,7 @@ def learned(rows: Sequence[Row]) -> list[str]:
             what = ("claim" if whose == "The paper's" else "question") + ("s" if len(part) > 1 else "")
             said.append(f"{whose} {len(part)} {what}: {words_counted(part)}.")
     decided = [r for r in rows if r["word"] not in (stats.NOT_RUN, stats.DEMONSTRATION)]
-    said += [f"{r['sentence']} {claims.HELD[r['word']]}: {labelled(held_brief(r)).rstrip('.')}." for r in decided]
+    said += [f"“{r['sentence']}” {claims.HELD[r['word']]}: {labelled(held_brief(r)).rstrip('.')}." for r in decided]
     if not decided:
         said.append("So nothing is learned yet: no claim of this notebook has all of its runs."
                     if all(r["word"] == stats.NOT_RUN for r in rows) else
@@ -175,7 +175,8 @@ def brief(row: Row) -> str:
     least = by_cell(row)
     sign = "+" if "points" in row["unit"] else ""
     ends = dict.fromkeys(f"{e:{sign}.2f}" for e in (min(least.values()), max(least.values())))
-    held = f"shown in {row['held']} of {row['cells']}; " if row["held"] is not None and row["cells"] > 1 else ""
+    holm = "" if row["word"] == stats.REPRODUCED else "after Holm "
+    held = f"shown {holm}in {row['held']} of {row['cells']}; " if row["held"] is not None and row["cells"] > 1 else ""
     rival = rules.OVER_BEST if len(least) < len(found) else ""
     return f"{held}{' to '.join(ends)}{row['unit']}{rival}"
 
@@ -190,7 +191,8 @@ def parts_by_cell(row: Row) -> dict[str, Mapping[str, Any]]:
     parts = [p for p in row["parts"] if p["estimate"] is not None]
     for part in parts:
         cell, _, rival = part["name"].partition(" over ")
-        alone = rival.split(" ")[0] not in baselines() or row["cells"] == len(parts)  # each comparison is a cell
+        # Each comparison is a cell, where the rival is no baseline or there are as many cells.
+        alone = rival.split(" ")[0].rstrip(",") not in baselines() or row["cells"] == len(parts)
         cell = part["name"] if alone else cell
         least[cell] = min(least.get(cell, part), part, key=lambda p: p["estimate"])
     return least

@@ -318,7 +318,8 @@ def time_to_peak(runs: Runs) -> Table:
                 step, there = sum(map(seconds_per_step, records)) / len(records), math.isfinite(steps)
                 rows.append({"where": "ours, CPU core", "data": sets.label(data), "ε": f"{epsilon:g}",
                              "method": METHODS[method].label, "seconds per step": round(step, 3),
-                             "steps to the peak": round(steps, 1) if there else "not reached",
+                             "steps to the peak": f"{'at most ' * (peak.bound and method == 'dp-ngd')}{steps:.1f}"
+                                                  if there else "not reached",
                              "total": f"{steps * step:.1f} s" if there else "", "n": len(curves.seeds)})
     for data, epsilon, method, step, steps, hours in published()["overhead"]["rows"]:
         rows.append({"where": "paper, RTX 3090", "data": sets.label(data), "ε": f"{epsilon:g}",
@@ -435,7 +436,7 @@ def grid_search(runs: Runs, profile: Profile, name: str = "tuning") -> Table:
             edges = tuning.edges(profile, method, d, epsilon, name)
             rows.append({"method": METHODS[method].label, "data": sets.label(d), "network": best[0].model,
                          "ε": f"{epsilon:g}", "trials": len(first), "repeats": sum(len(cs) for _, cs in repeats),
-                         "best η": f"{best[0].eta:.3g}", "T": best[0].T,
+                         "chosen η": f"{best[0].eta:.3g}", "T": best[0].T,
                          "its own": ", ".join(f"{n}={v:g}" for n, v in own.items() if v is not None) or "none",
                          "validation accuracy": Runs(best, runs.found).mean().text(1),
                          "at the edge of its grid": ", ".join(edges) or "no"})

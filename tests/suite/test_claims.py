@@ -273,7 +273,7 @@ def test_instability_is_counted_where_the_bound_is_broken_most(jumps, said):
 
     row = decide("bound-unstable", runs_of(artifact("bound"), lambda c: 50.0, losses=losses))
     assert row["word"] == said
-    assert f"factor 8: {jumps} of 6 runs unstable, with the equation kept 0 of 6" in row["ours"]
+    assert f"factor 8 (decides): {jumps} of 6 runs unstable, with the equation kept 0 of 6" in row["ours"]
     assert "factor 2: 0 of 6" in row["ours"]
 
 
@@ -461,7 +461,7 @@ def test_longer_pretraining_takes_the_best_steps_of_each_size():
 
     row = decide("longer-pretraining", runs_of(artifact("pretraining"), accuracy))
     assert row["word"] == "reproduced"
-    assert "5000 images, 300 steps, over 50, 30" in row["ours"]
+    assert "5,000 images and 300 pre-training steps, over 50 images and 30 steps: +" in row["ours"]
 
 
 def test_private_curvature_is_judged_where_it_is_released_most_often():
@@ -517,7 +517,8 @@ def test_times_that_all_agree_decide_nothing():
 @pytest.mark.parametrize(("times", "size", "asked"), [(-4.0, 0.1, True), (0.0, 4.0, True), (4.0, 0.1, False)])
 def test_a_claim_that_is_not_shown_names_those_that_ask_why(times, size, asked):
     row = decide("public-curvature", scored("public-curvature", times, size))
-    assert row["further"] == (f"Looked into by: {BY_ID['tuned-between'].sentence}" if asked else "")
+    asks = [f"“{BY_ID[name].sentence.rstrip('.')}”" for name in ("tuned-between", "mean-choice")]
+    assert row["further"] == (f"See also: {', '.join(asks)}." if asked else "")
     assert all(name in BY_ID for c in BY_ID.values() for name in c.further)
 
 
@@ -687,7 +688,7 @@ def test_answers_are_sentences():
     for claim in claims.all_claims():
         if claim.question:
             assert claim.question.endswith("?")
-            assert claims.answer(claims.decide(claim, {})) == f"{claim.sentence} Not run yet."
+            assert claims.answer(claims.decide(claim, {})) == f"“{claim.sentence}” Not run yet."
 
 
 @pytest.mark.parametrize("seeds", [[0], range(6)])

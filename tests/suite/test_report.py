@@ -130,7 +130,7 @@ def test_a_claim_links_to_its_figure(folder):
     assert all(f'id="{anchor}"' in page and f'href="#{anchor}"' in page for anchor in linked.values())
     assert {i: report.shown_in(c) for c in claims.all_claims() if (i := c.id) in ("stricter-larger", "total-time")} == {
         "stricter-larger": "lead", "total-time": "time_to_peak"}
-    names = {"", "lead", "theorem", "privacy", "bench", "time_to_peak",
+    names = {"", "lead", "lead_between", "lead_by_mean", "theorem", "privacy", "bench", "time_to_peak",
              *(a for group in study.ARTIFACTS.values() for a in group)}
     assert {report.shown_in(c) for c in claims.all_claims()} <= names
 
@@ -168,10 +168,11 @@ def test_the_abstract_has_five_sentences_of_the_claims(folder):
     rows["best-everywhere"]["word"] = "refuted"
     assert report.abstract(data)[3].startswith("Also refuted here: “The exponent p hardly matters” (-1.4 points)")
     rows["exponent"]["word"] = "equivalent"
-    assert report.abstract(data)[3].startswith("No other claim of the paper is refuted here; 1 shows no difference")
+    assert report.abstract(data)[3].startswith("No other claim of the paper is refuted here; there is no difference")
     rows["best-everywhere"]["word"] = "inconclusive"
-    assert report.abstract(data)[3].startswith("No claim of the paper is refuted here; 1 shows no difference (The "
-                                               "exponent p hardly matters); 1 is inconclusive")
+    assert report.abstract(data)[3].startswith(
+        "No claim of the paper is refuted here; there is no difference of 1 point or more where it says “The exponent "
+        "p hardly matters”; 1 is inconclusive")
 
 
 def test_a_figure_lists_the_claims_that_it_shows(folder):

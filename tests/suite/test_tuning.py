@@ -371,7 +371,7 @@ def test_what_a_search_apart_chooses_is_for_the_artifact_that_asks_for_it(mine, 
     assert tuning.winner(after, "dp-sgd", "cifar10", 2, "tuning_between") == {"eta": 16.0, "T": 8}
     table, *_ = tables.grid_search(Runs.of(after.configs("tuning_between"), map(mine.get, after.configs(
         "tuning_between"))), after, "tuning_between")
-    assert list(table["best η"]) == ["16", f"{own['dp-ngd'].eta:g}"]
+    assert list(table["chosen η"]) == ["16", f"{own['dp-ngd'].eta:g}"]
 
 
 def test_only_a_search_apart_can_be_asked_for(mine):
@@ -472,7 +472,7 @@ def test_the_tables_show_trials_repeats_winners_and_edges(mine, monkeypatch):
     shown, name, _, every = tables.grid_search(runs, profile)
     assert (name, len(every)) == ("tuning", len(runs))
     sgd = shown[(shown["method"] == "DP-SGD") & (shown["ε"] == "8")].iloc[0]
-    assert (sgd["trials"], sgd["repeats"], sgd["best η"]) == (10, 4, "1")
+    assert (sgd["trials"], sgd["repeats"], sgd["chosen η"]) == (10, 4, "1")
     assert sgd["validation accuracy"].startswith("50.3 [")
     finalists = tables.finalists(runs, profile)
     rows = finalists[(finalists["method"] == "DP-NGD") & (finalists["ε"] == "1")]
