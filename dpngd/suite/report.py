@@ -172,14 +172,6 @@ def compact(numbers: list[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in spans)
 
 
-def leading(row: Mapping[str, Any]) -> str:
-    """In how many cells DP-NGD leads the best baseline, by how much, and where that is significant."""
-    least = story.by_cell(row).values()
-    return (f"DP-NGD leads the best baseline in {sum(e > 0 for e in least)} of {len(least)} cells ({min(least):+.2f} "
-            f"to {max(least):+.2f} points); in {row['held']} the lead is significant after correction. That it is more "
-            f"accurate than every baseline in every cell is **{claims.worded(row)}**.")
-
-
 OTHER = {False: "claim", True: "other claim"}  # the main ones are told before
 
 
@@ -218,8 +210,8 @@ def abstract(data: Mapping[str, Any]) -> list[str]:
         others = story.refuted(data["claims"]).rstrip(".")
         fourth = f"{others or f'No {OTHER[bool(against)]} of the paper is refuted here'}{unsure}."
     main = rows["best-everywhere"]
-    second = f"{leading(main)} {told('stricter-larger')}" if main["held"] is not None and story.by_cell(main) else \
-        told("best-everywhere", "stricter-larger")
+    leads = main["held"] is not None and story.by_cell(main)
+    second = f"{story.leading(main)} {told('stricter-larger')}" if leads else told("best-everywhere", "stricter-larger")
     return [first, second, told("fewer-steps", "step-cost-bench"), fourth,
             told("untuned-ahead", "untuned-level")]
 
