@@ -244,18 +244,20 @@ class Layout:
 def paces(cores: int, seconds: float = 4.0) -> dict[str, float]:
     """Samples per second of DP-NGD on the small network, by how cores are used: "2x1" is two processes of one thread
     each, "1x2" one process with two threads, "1x1" one process of one thread, alone."""
-    found = {}
-    for layout in dict.fromkeys([Layout(1, 1), Layout(cores, 1), Layout(1, cores)]):
-        command = [sys.executable, "-m", "dpngd", "bench", "--models", "small", "--contenders", "dp-ngd", "--quiet",
-                   "--threads", str(layout.threads), "--pace", str(seconds)]
-        env = {**os.environ, "OMP_NUM_THREADS": str(layout.threads)}
-        running = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-                   for _ in range(layout.processes)]
-        out = [process.communicate()[0] for process in running]
-        if any(process.returncode for process in running):
-            raise RuntimeError(f"measuring the pace of {layout} failed: the processes say why above")
-        found[f"{layout.processes}x{layout.threads}"] = sum(map(float, out))
-    return found
+    return {f"{layout.processes}x{layout.threads}": pace_of(layout, "small", "dp-ngd", seconds)
+            for layout in dict.fromkeys([Layout(1, 1), Layout(cores, 1), Layout(1, cores)])}
+
+
+def pace_of(layout: Layout, model: str, contender: str, seconds: float) -> float:
+    """Samples per second of all processes of a layout together."""
+    command = [sys.executable, "-m", "dpngd", "bench", "--models", model, "--contenders", contender, "--quiet",
+               "--threads", str(layout.threads), "--pace", str(seconds)]
+    env = {**os.environ, "OMP_NUM_THREADS": str(layout.threads)}
+    running = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(layout.processes)]
+    out = [process.communicate()[0] for process in running]
+    if any(process.returncode for process in running):
+        raise RuntimeError(f"measuring the pace of {layout} failed: the processes say why above")
+    return sum(map(float, out))
 
 
 def own_pace(args: argparse.Namespace) -> float:
