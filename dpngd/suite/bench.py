@@ -45,6 +45,7 @@ from dpngd.methods.gep import basis_bytes
 from dpngd.noise import seeded_noise, stream
 from dpngd.privacy import Spend, calibrate
 from dpngd.suite import params
+from dpngd.suite.executors import KEEP_PAGES
 from dpngd.training import models, record
 from dpngd.training.config import RunConfig
 from dpngd.training.parallel import Workers
@@ -248,11 +249,11 @@ def paces(cores: int, seconds: float = 4.0) -> dict[str, float]:
             for layout in dict.fromkeys([Layout(1, 1), Layout(cores, 1), Layout(1, cores)])}
 
 
-def pace_of(layout: Layout, model: str, contender: str, seconds: float) -> float:
-    """Samples per second of all processes of a layout together."""
+def pace_of(layout: Layout, model: str, contender: str, seconds: float, batch: int = 512) -> float:
+    """Samples per second of all processes of a layout together. They keep freed memory, as workers of a sweep do."""
     command = [sys.executable, "-m", "dpngd", "bench", "--models", model, "--contenders", contender, "--quiet",
-               "--threads", str(layout.threads), "--pace", str(seconds)]
-    env = {**os.environ, "OMP_NUM_THREADS": str(layout.threads)}
+               "--threads", str(layout.threads), "--pace", str(seconds), "--batch", str(batch)]
+    env = {**os.environ, **KEEP_PAGES, "OMP_NUM_THREADS": str(layout.threads)}
     running = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(layout.processes)]
     out = [process.communicate()[0] for process in running]
     if any(process.returncode for process in running):
@@ -261,16 +262,17 @@ def pace_of(layout: Layout, model: str, contender: str, seconds: float) -> float
 
 
 def own_pace(args: argparse.Namespace) -> float:
-    """Samples per second of this process over `args.pace` seconds of 512 samples each, refreshes included."""
-    made = contender(args.contenders[0])(make_bench(args.models[0], 512, 1, 500, 1.0, None))
+    """Samples per second of this process over `args.pace` seconds of steps of `args.batch` samples, with a refresh for
+    every 8 steps of 1,024 samples."""
+    made = contender(args.contenders[0])(make_bench(args.models[0], args.batch, 1, 500, 1.0, None))
     made.step()
     start, steps = time.perf_counter(), 0
     while time.perf_counter() - start < args.pace:
-        if made.refresh and steps % 16 == 0:
+        if made.refresh and steps % (T_CUR * 1024 // args.batch) == 0:
             made.refresh()
         made.step()
         steps += 1
-    return 512 * steps / (time.perf_counter() - start)
+    return args.batch * steps / (time.perf_counter() - start)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ CONTENDERS = ("plain", "dp-sgd", "dp-ngd")
 
 def main(networks):
     for network in networks:
-        pace = {(c, n): bench.pace_of(Layout(*n), network, c, seconds=10.0)
+        pace = {(c, n): bench.pace_of(Layout(*n), network, c, seconds=10.0, batch=bench.BATCH)
                 for c in CONTENDERS for n in ((1, 2), (2, 1))}
         print(f"{network}, samples per second: "
               + "; ".join(f"{c} {pace[c, (1, 2)]:.0f} with two threads, {pace[c, (2, 1)]:.0f} in two processes"
