@@ -161,12 +161,11 @@ def leading(row: Row) -> str:
 
 
 MAIN = ("best-everywhere", "stricter-larger", "fewer-steps", "step-cost-bench")  # the paper's claims that `found` tells
-FRAGILE = "; fragile: leaving out one seed changes the verdict"
 
 
 def refuted(rows: Sequence[Row]) -> str:
     """The paper's claims that these runs refute, with the numbers of each, but for the main ones; empty without any."""
-    said = [f"“{r['sentence'].rstrip('.')}” ({held_brief(r)}{FRAGILE if r['fragile'] else ''})" for r in rows
+    said = [f"“{r['sentence'].rstrip('.')}” ({brief(r)}{'; fragile' if r['fragile'] else ''})" for r in rows
             if not r["question"] and r["word"] == stats.REFUTED and r["id"] not in MAIN]
     also = any(r["id"] in MAIN and r["word"] == stats.REFUTED for r in rows)
     return labelled(f"{'Also refuted' if also else 'Refuted'} here: {'; '.join(said)}.") if said else ""
