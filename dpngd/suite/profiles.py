@@ -49,8 +49,8 @@ _CELL = ("method", "data", "epsilon", "seed")
 _COMMON = tuple(n for n in FIELDS if n not in (*METHOD_FIELDS, *DIGESTS, *_CELL, "eta"))
 FACTORS = ("rate", "scale", "lambda_base_ratio")  # what a change may name beside the fields of RunConfig
 SEARCH = "search"  # and the search that it takes its settings from
-CHOICE = "choice"  # and how these were chosen among the search's finalists: one of CHOICES, else by the search's rule
-CHOICES = {"mean": "by_mean"}  # the best mean; where params/tuned/<profile>.yaml has what was chosen so
+CHOICE = "choice"  # and how these were chosen among the search's finalists: one of CHOSEN_BY, else by the search's rule
+CHOSEN_BY = {"mean": "by_mean"}  # the best mean; where params/tuned/<profile>.yaml has what was chosen so
 NAMES = (*FIELDS, *FACTORS, SEARCH, CHOICE)
 GATE = "gate"
 FIXED = (GATE, *SEARCHES)  # artifacts that are the profile's own: fewer methods or cells would not be a fair search
@@ -139,8 +139,8 @@ class Profile:
                 apart = [s for s in SEARCHES if self.settings[s].get("apart")]
                 raise UsageError(f"{self.name}: {name}.vary.{SEARCH}: {unknown('search', search, apart)}")
         for choice in section.get("vary", {}).get(CHOICE, []):
-            if choice not in CHOICES:
-                raise UsageError(f"{self.name}: {name}.vary.{CHOICE}: {unknown('choice', choice, CHOICES)}")
+            if choice not in CHOSEN_BY:
+                raise UsageError(f"{self.name}: {name}.vary.{CHOICE}: {unknown('choice', choice, CHOSEN_BY)}")
         for block in grids.get("dp-ngd", []):
             for axis in {"rate", "eta"} & set(block):
                 raise UsageError(f"{self.name}: {name}.grid.dp-ngd.{axis}: {BROKEN}")
@@ -154,12 +154,12 @@ class Profile:
         """Names in what a search chose, and that it keeps the equation."""
         tuned, later = self.settings["tuned"], self.settings["trials"]
         file = f"tuned/{self.name}.yaml"
-        for name, (table, parts) in {"": (tuned, ("digest", "eta_sgd", "methods", *CHOICES.values())),
+        for name, (table, parts) in {"": (tuned, ("digest", "eta_sgd", "methods", *CHOSEN_BY.values())),
                                      "-trials": (later, ("digest", "second", "finalists"))}.items():
             for part in table:
                 if part not in parts:
                     raise UsageError(f"tuned/{self.name}{name}.yaml: {unknown('key', part, parts)}")
-        chosen = [(m, where, e, axes) for part in ("methods", *CHOICES.values())
+        chosen = [(m, where, e, axes) for part in ("methods", *CHOSEN_BY.values())
                   for m, by_place in tuned.get(part, {}).items()
                   for where, by_epsilon in by_place.items() for e, axes in _by_epsilon(by_epsilon, file, m, where)]
         chosen += [(m, where, e, axes) for part in ("second", "finalists")
@@ -258,8 +258,8 @@ class Profile:
         if not in_interval(epsilon, "(0, inf)"):
             raise UsageError(f"epsilon = {epsilon!r}: must be in (0, inf)")
         search, choice = changes.get(SEARCH), changes.get(CHOICE)
-        if choice is not None and choice not in CHOICES:
-            raise unknown("choice", choice, CHOICES)
+        if choice is not None and choice not in CHOSEN_BY:
+            raise unknown("choice", choice, CHOSEN_BY)
         kept = self.kept(search) if search else changes.get("model")
         changes = {n: v for n, v in changes.items() if n not in (SEARCH, CHOICE)}
         tuned = self.tuned(method, self.like(data), epsilon, kept, choice)
@@ -299,7 +299,7 @@ class Profile:
         """
         by_place = self.settings["tuned"].get("methods", {}).get(method, {})
         if choice:
-            by_place = self.settings["tuned"].get(CHOICES[choice], {}).get(method, by_place)
+            by_place = self.settings["tuned"].get(CHOSEN_BY[choice], {}).get(method, by_place)
         by_epsilon = by_place.get(place(data, kept)) or by_place.get(data) or {}
         own = params.nearest(by_epsilon, epsilon) if by_epsilon else {}
         entry = METHODS[method]

@@ -52,11 +52,12 @@ def test_paper_yaml_has_the_papers_values():
         assert all(T % epoch == 0 for T in optimal["T"][data])
 
 
-def sgd_rate(profile, c):
-    """eta_sgd of a run's data set, epsilon and T, read from the files again, without `Profile`."""
+def sgd_rate(profile, c, apart=None):
+    """eta_sgd of a run's data set, epsilon and T, read from the files again, without `Profile`; `apart` is the name
+    under which its search keeps its winners."""
     tables = profile.settings["tuned"].get("eta_sgd", {})
-    own_network = c.model != profile.settings["data"][c.data]["model"]
-    table = (tables.get(f"{c.data}/{c.model}") if own_network else None) or tables.get(c.data)
+    own = apart or (c.model if c.model != profile.settings["data"][c.data]["model"] else None)
+    table = tables.get(f"{c.data}/{own}") or tables.get(c.data)
     if not table:
         return profile.settings["methods"]["dp-sgd"]["eta"]
     by_T = table[min(table, key=lambda e: (abs(math.log(e / c.epsilon)), e))]
@@ -85,13 +86,16 @@ def test_every_run_keeps_the_equation_but_where_it_is_studied(name):
     profile = load(name)
     seen = set()
     for artifact in profile.artifacts:
-        equal = artifact.endswith("_equal")
+        equal, vary = artifact.endswith("_equal"), profile.artifact(artifact)["vary"]
+        (search,) = [artifact] if artifact in profiles.SEARCHES else vary.get("search", [None])
+        (choice,) = vary.get("choice", [None])
+        apart = profile.settings[search].get("apart") if search else None
         for c in profile.configs(artifact):
             seen.add(c.method)
             if METHODS[c.method].kl_step or artifact == profiles.GATE or (artifact in profiles.SEARCHES
                                                                           and c.method != "dp-ngd"):
                 continue  # no rate, or one that is being searched for
-            eta_sgd, C_sgd = sgd_rate(profile, c), profile.settings["methods"]["dp-sgd"]["C"]
+            eta_sgd, C_sgd = sgd_rate(profile, c, apart), profile.settings["methods"]["dp-sgd"]["C"]
             if METHODS[c.method].finds_rate:
                 assert (c.eta_sgd, c.C_sgd) == (pytest.approx(eta_sgd, rel=1e-5), C_sgd)
                 continue
@@ -99,7 +103,7 @@ def test_every_run_keeps_the_equation_but_where_it_is_studied(name):
                 ngd = profile.config("dp-ngd", c.data, c.epsilon, c.seed)
                 assert (c.eta, c.C, c.T) == (ngd.eta, ngd.C, ngd.T)
                 continue
-            chosen = profile.tuned(c.method, c.data, c.epsilon, c.model)
+            chosen = profile.tuned(c.method, c.data, c.epsilon, apart or c.model, choice)
             fewer = "T" in chosen and chosen["T"] > c.T
             rate = 1.0 if equal or fewer or c.method == "dp-ngd" else chosen.get("rate", 1.0)
             kept = reach(c) == pytest.approx(rate * eta_sgd * C_sgd, rel=1e-5)
